@@ -1,0 +1,60 @@
+# `make help` lists the targets. One virtual environment, .venv, made and brought up to date when it is needed.
+PYTHON ?= python3
+ARGS ?=
+OLDEST_TRANSFORMERS := 5.17.*
+
+BIN := .venv/bin
+OLDEST := .venv/oldest
+OLDEST_TESTS := tests/models tests/test_identity.py tests/test_transfer.py
+
+# One thread: two beside another busy process are many times slower.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+
+.PHONY: run test test-oldest lint clean help
+.DEFAULT_GOAL := help
+
+run: .venv/.installed  ## run the experiment; ARGS="pair=... mapper=..." are passed on
+	$(BIN)/python -m kvmap.run $(ARGS)
+
+test: .venv/.installed-test  ## run the tests; ARGS are passed on to pytest
+	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+
+test-oldest: $(OLDEST)/.installed  ## run the tests of the core with the oldest supported transformers
+	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -c \
+		'import transformers; print("transformers", transformers.__version__)'
+	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -m pytest $(OLDEST_TESTS)
+
+lint: .venv/.installed-dev  ## check style, form and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## remove the environment and every cache; outputs stay
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+# An install is repeated when pyproject.toml changes, and only then.
+.venv/.installed: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+.venv/.installed-test: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@touch $@
+
+.venv/.installed-dev: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+# Only transformers and the hub client it insists on are older there; all else they need comes from .venv.
+$(OLDEST)/.installed: .venv/.installed-test
+	rm -rf $(OLDEST)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) \
+		'transformers==$(OLDEST_TRANSFORMERS)' 'huggingface_hub>=1.5,<2'
+	@touch $@

@@ -1,0 +1,385 @@
+"""From run directories to tables and figures; reads only what a run wrote, so it can be done again any time.
+
+    python -m kvmap.report RUN_DIRECTORY
+
+The stages write these tables: `arms` `{task, arm, metric, value, n, standard_error, low, high}`,
+`r2` `{layer, head, kind, split, r2}` and `latency` `{length, arm, p20_ms, p50_ms, p80_ms, ...}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvmap import figures
+from kvmap.errors import KvmapError
+from kvmap.figures import arm_order, count_span, number
+from kvmap.files import read_json, replacing, write_csv
+from kvmap.tracking import FIGURE_DPI, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
+    from rich.table import Table
+
+Row = dict[str, Any]
+WIDTH_WITHOUT_TERMINAL = 120
+AVERAGE = "average"  # the task name under which means over tasks stand
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A line of the summary: metric name, what the table calls it, how its numbers are written."""
+
+    metric: str
+    title: str
+    write: Callable[[float], str]
+
+
+def _three_digits(value: float) -> str:
+    if value == 0 or 0.001 <= abs(value) < 999.5:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) < 1e6 and abs(value) > 1 else f"{value:.2e}"
+
+
+def _fraction(value: float) -> str:
+    return f"{value:.3f}"
+
+
+MEASURES = (
+    Measure("accuracy", "accuracy", _fraction),
+    Measure("generated_accuracy", "accuracy, generated", _fraction),
+    Measure("perplexity", "perplexity", _three_digits),
+    Measure("context_carried", "context carried", _fraction),
+    Measure("kl_nats", "KL from native (nats)", _fraction),
+    Measure("top1_agreement", "top-1 agreement", _fraction),
+)
+RATIOS = (
+    Measure("retention", "retention", _fraction),
+    Measure("floor_retention", "floor retention", _fraction),
+    Measure("gain_recovered", "gain recovered", _fraction),
+    Measure("mcnemar_p", "McNemar p", _three_digits),
+)
+
+
+def read_table(directory: Path, name: str) -> list[Row]:
+    """Rows of tables/<name>.csv, numbers as numbers, empty cells as None; [] without such a table."""
+    path = Path(directory) / "tables" / f"{name}.csv"
+    if not path.is_file():
+        return []
+    with open(path, encoding="utf-8", newline="") as stream:
+        return [{column: _cell(text) for column, text in row.items()} for row in csv.DictReader(stream)]
+
+
+def _cell(text: str | None) -> Any:
+    if text is None or text == "":
+        return None
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def read_arms(directory: Path) -> list[Row]:
+    """Rows of the table `arms`; without one, those that the keys of metrics.json stand for."""
+    rows = read_table(directory, "arms")
+    if rows:
+        return rows
+    for key, metric in read_metrics(directory).items():
+        parts = key.split("/")
+        if len(parts) == 4 and parts[2] in figures.ARMS:
+            facts = {"value": metric.value, "n": metric.n, "standard_error": metric.standard_error}
+            rows.append({"task": parts[1], "arm": parts[2], "metric": parts[3], **facts})
+    return rows
+
+
+def print_summary(directory: Path, console: Console | None = None) -> None:
+    """Prints what a run found: measures by arm, retention with intervals, R², latency, and how it ended.
+
+    Raises:
+        KvmapError: The directory holds no run.
+    """
+    directory = Path(directory)
+    run = _read_run(directory)
+    console = console or summary_console()
+    arms = read_arms(directory)
+    tables = [
+        None if arms else _plan_table(read_table(directory, "plan")),
+        *_measures_tables(arms, console.width),
+        _ratios_table(arms),
+        _r2_table(read_table(directory, "r2")),
+        _latency_table(read_table(directory, "latency")),
+    ]
+    for table in tables:
+        if table is not None:
+            console.print(table)
+    for line in dict.fromkeys(_missing(row) for row in arms):
+        if line:
+            console.print(line, markup=False, highlight=False)
+    stages = ", ".join(f"{name} {_seconds(entry['seconds'])}" for name, entry in run["stages"].items())
+    console.print(f"{run['study']}: {run['status']}{f' after {stages}' if stages else ''}", highlight=False)
+    if run.get("error"):
+        console.print(f"error: {run['error']}", style="bold red", markup=False, highlight=False)
+
+
+def _missing(row: Mapping[str, Any]) -> str | None:
+    """Why an arm has no number, where its row says so."""
+    if row.get("note") and row["metric"] in ("accuracy", "perplexity") and math.isnan(number(row["value"])):
+        return f"{str(row['arm']).replace('_', ' ')}: {row['note']}"
+    return None
+
+
+def summary_console() -> Console:
+    """A console on stdout, wide enough for every arm where the output goes to a file or pipe."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
+
+
+def _read_run(directory: Path) -> Row:
+    if not (directory / "run.json").is_file():
+        raise KvmapError(
+            f"{directory} holds no run.json: give the directory of a run (its last line names it)"
+        )
+    record: Row = read_json(directory / "run.json")
+    return record
+
+
+def _seconds(value: float | None) -> str:
+    return "?" if value is None else f"{value:.1f} s"
+
+
+def _new_table(title: str, columns: Sequence[str], n_left: int = 1) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place < n_left else "right")
+    return table
+
+
+def _measures_tables(rows: Sequence[Row], width: int) -> list[Table]:
+    """One line an arm, one column a measure and task; as many tables as keep every number whole."""
+    known = {measure.metric for measure in MEASURES}
+    shown = [row for row in rows if row["metric"] in known]
+    arms = arm_order(row["arm"] for row in shown)
+    names = [arm.replace("_", " ") for arm in arms]
+    groups: list[list[tuple[str, list[str]]]] = []
+    room = 0
+    for header, cells in _measure_columns(shown, arms):
+        needed = 3 + max(len(text) for text in [*header.split("\n"), *cells])
+        if not groups or needed > room:
+            groups.append([])
+            room = width - 4 - max(len(name) for name in names)
+        groups[-1].append((header, cells))
+        room -= needed
+    tables = []
+    for place, group in enumerate(groups):
+        title = "Results, continued" if place else "Results (± 1 standard error)"
+        table = _new_table(title, ["arm", *(header for header, _ in group)])
+        for line, name in enumerate(names):
+            table.add_row(name, *(cells[line] for _, cells in group))
+        tables.append(table)
+    return tables
+
+
+def _measure_columns(rows: Sequence[Row], arms: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
+    """Header (measure, task, count) and a cell for each arm."""
+    for measure in MEASURES:
+        of_measure = [row for row in rows if row["metric"] == measure.metric]
+        for task in dict.fromkeys(row["task"] for row in of_measure):
+            by_arm = {row["arm"]: row for row in of_measure if row["task"] == task}
+            cells = [_with_error(by_arm.get(arm), measure.write) for arm in arms]
+            yield f"{measure.title}\n{task}\nn = {count_span(by_arm.values())}", cells
+
+
+def _with_error(row: Mapping[str, Any] | None, write: Callable[[float], str]) -> str:
+    value = math.nan if row is None else number(row["value"])
+    if row is None or not math.isfinite(value):
+        return "–"
+    error = number(row.get("standard_error"))
+    return f"{write(value)} ±{write(error)}" if math.isfinite(error) else write(value)
+
+
+def _ratios_table(rows: Sequence[Row]) -> Table | None:
+    """Retention and its kin with 95 % intervals: the mapped arm by task, every arm on average."""
+    wanted = {ratio.metric for ratio in RATIOS}
+    shown = [row for row in rows if row["metric"] in wanted]
+    if any(row["task"] == AVERAGE for row in shown):
+        shown = [row for row in shown if row["task"] == AVERAGE or row["arm"] == "mapped"]
+    ratios = [ratio for ratio in RATIOS if any(row["metric"] == ratio.metric for row in shown)]
+    if not ratios:
+        return None
+    title = "Against the native target [95 % interval]"
+    table = _new_table(title, ["task", "arm", *(ratio.title for ratio in ratios)], n_left=2)
+    for task in dict.fromkeys(row["task"] for row in shown):
+        for arm in arm_order(row["arm"] for row in shown if row["task"] == task):
+            found = {row["metric"]: row for row in shown if row["task"] == task and row["arm"] == arm}
+            cells = [_with_interval(found.get(ratio.metric), ratio.write) for ratio in ratios]
+            table.add_row(str(task), str(arm).replace("_", " "), *cells)
+        table.add_section()
+    return table
+
+
+def _with_interval(row: Mapping[str, Any] | None, write: Callable[[float], str]) -> str:
+    value = math.nan if row is None else number(row["value"])
+    if row is None or not math.isfinite(value):
+        return "–"
+    low, high = number(row.get("low")), number(row.get("high"))
+    known = math.isfinite(low) and math.isfinite(high)
+    # The backslash keeps rich from reading the interval as markup.
+    return rf"{write(value)} \[{write(low)}, {write(high)}]" if known else _with_error(row, write)
+
+
+def _r2_table(rows: Sequence[Row]) -> Table | None:
+    """Mean R² over layers and heads, on the rows fitted and on those held out."""
+    if not rows:
+        return None
+    splits = [split for split in ("fit", "held_out") if any(row["split"] == split for row in rows)]
+    columns = ["", *(split.replace("_", "-") for split in splits)]
+    table = _new_table("R² of the map, mean over layers and heads (worst)", columns)
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        cells = []
+        for split in splits:
+            values = [number(row["r2"]) for row in rows if (row["kind"], row["split"]) == (kind, split)]
+            values = [value for value in values if math.isfinite(value)]
+            mean = sum(values) / len(values) if values else math.nan
+            cells.append(f"{mean:.3f} ({min(values):.3f})" if values else "–")
+        table.add_row(f"{kind}s", *cells)
+    return table
+
+
+def _plan_table(rows: Sequence[Row]) -> Table | None:
+    """What the run would hold and cost."""
+    if not rows:
+        return None
+    table = _new_table("Plan", ["part", "quantity", "value"], n_left=2)
+    for part in dict.fromkeys(row["part"] for row in rows):
+        for row in rows:
+            if row["part"] == part:
+                value = row["value"]
+                text = f"{value:,}" if isinstance(value, int) else _three_digits(number(value))
+                table.add_row(str(part), str(row["quantity"]).replace("_", " "), text)
+        table.add_section()
+    return table
+
+
+def _latency_table(rows: Sequence[Row]) -> Table | None:
+    """Median and percentiles by length, and how often a hand-off goes into the time of a re-prefill.
+
+    Warm: the source's cache is there, the hand-off is the map. Cold: the source reads the context first.
+    """
+    if not rows:
+        return None
+    present = list(dict.fromkeys(row["arm"] for row in rows))
+    arms = [arm for arm in figures.LATENCY_STYLES if arm in present]
+    arms += [arm for arm in present if arm not in arms]
+    title = "Latency in ms: median [20th, 80th percentile]"
+    names = (figures.LATENCY_STYLES[arm][2] if arm in figures.LATENCY_STYLES else arm for arm in arms)
+    columns = ["tokens", *names, "gain, warm", "gain, cold"]
+    table = _new_table(title, columns, n_left=0)
+    for length in sorted({int(row["length"]) for row in rows}):
+        found = {row["arm"]: row for row in rows if int(row["length"]) == length}
+        cells = [
+            _with_interval(
+                {"value": row["p50_ms"], "low": row["p20_ms"], "high": row["p80_ms"]}, _three_digits
+            )
+            if (row := found.get(arm))
+            else "–"
+            for arm in arms
+        ]
+        medians = {arm: number(row["p50_ms"]) for arm, row in found.items()}
+        again, mapping = medians.get("re_prefill", math.nan), medians.get("map", math.nan)
+        gains = again / mapping, again / (mapping + medians.get("source_prefill", math.nan))
+        table.add_row(str(length), *cells, *(f"{gain:.1f}×" if gain == gain else "–" for gain in gains))
+    return table
+
+
+def draw_figures(directory: Path) -> dict[str, Figure]:
+    """Every figure the run's tables allow, by name."""
+    arms = read_arms(directory)
+    metrics = {row["metric"] for row in arms if math.isfinite(number(row["value"]))}
+    drawn: dict[str, Figure] = {}
+    if r2 := read_table(directory, "r2"):
+        drawn["r2"] = figures.r2_heat_map(r2)
+    if "accuracy" in metrics:
+        drawn["accuracy"] = figures.accuracy_bars(arms)
+    if "perplexity" in metrics:
+        drawn["perplexity"] = figures.perplexity_bars(arms)
+    if latency := read_table(directory, "latency"):
+        drawn["latency"] = figures.latency_lines(latency)
+    return drawn
+
+
+def save_figures(directory: Path) -> list[Path]:
+    """Draws them to figures/<name>.png again."""
+    paths = []
+    for name, figure in draw_figures(directory).items():
+        path = Path(directory) / "figures" / f"{name}.png"
+        with replacing(path) as temporary:
+            figure.savefig(temporary, dpi=FIGURE_DPI)
+        paths.append(path)
+    return paths
+
+
+def write_sweep_summary(root: Path) -> Path:
+    """Writes `<root>/summary.csv`: a line a job with status, the settings that differ and every metric."""
+    root = Path(root)
+    jobs = sorted((path.parent for path in root.glob("*/run.json")), key=_natural)
+    if not jobs:
+        raise KvmapError(f"{root} holds no jobs (no */run.json): give the directory of a sweep")
+    records = [read_json(job / "run.json") for job in jobs]
+    settings = [dict(_leaves(record["config"])) for record in records]
+    names = list(dict.fromkeys(name for setting in settings for name in setting))
+    varied = [name for name in names if len({repr(setting.get(name)) for setting in settings}) > 1]
+    rows = []
+    for job, record, setting in zip(jobs, records, settings, strict=True):
+        row: Row = {"job": job.name, "status": record["status"], "seconds": record["seconds"]}
+        row.update({name: setting.get(name) for name in varied})
+        row.update({key: metric.value for key, metric in read_metrics(job).items()})
+        rows.append(row)
+    write_csv(root / "summary.csv", rows)
+    return root / "summary.csv"
+
+
+def _natural(path: Path) -> tuple[int, str]:
+    return (int(path.name), "") if path.name.isdigit() else (sys.maxsize, path.name)
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of `python -m kvmap.report`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kvmap.report",
+        description="Print the tables of a finished run and draw its figures again.",
+    )
+    parser.add_argument("run_directory", type=Path, help="what the run printed last, after `run:`")
+    directory = parser.parse_args(arguments).run_directory
+    try:
+        print_summary(directory)
+        for path in save_figures(directory):
+            print(f"figure: {path}")
+    except KvmapError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"run: {directory}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
