@@ -1,0 +1,1 @@
+"""Time and bytes of a hand-off against reading again."""

@@ -1,0 +1,208 @@
+"""How sure a number is: standard errors, paired bootstrap intervals, McNemar's test, and ratios of arms.
+
+All intervals are percentile bootstrap intervals over items (or sequences), paired: one resample takes the
+same items of every arm. They are seeded and do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmap.errors import KvmapError
+
+Floats: TypeAlias = NDArray[np.float64]
+Values: TypeAlias = Sequence[float] | NDArray[np.generic]
+
+LEVEL = 0.95
+N_RESAMPLES = 2000
+CHUNK_ELEMENTS = 4_000_000  # indices drawn at once: bounds memory, not the result's distribution
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its interval.
+
+    Attributes:
+        value: the number; nan where it is undefined.
+        n: items or sequences behind it.
+        standard_error: of the value (the spread of its resamples where it is a ratio); nan for n < 2.
+        low: lower end of the 95 % interval.
+        high: upper end of the 95 % interval.
+        note: why the value is undefined; empty where it is defined.
+    """
+
+    value: float
+    n: int
+    standard_error: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    note: str = ""
+
+
+def mean(values: Values) -> Estimate:
+    """Mean with standard error s/√n (s with n − 1) and the normal 95 % interval, value ± 1.96 errors."""
+    array = _columns([values])[:, 0]
+    n = len(array)
+    if n == 0:
+        return Estimate(math.nan, 0, note="no items")
+    value = float(array.mean())
+    if n == 1:
+        return Estimate(value, 1)
+    error = float(array.std(ddof=1) / math.sqrt(n))
+    return Estimate(value, n, error, value - 1.959964 * error, value + 1.959964 * error)
+
+
+def bootstrap_means(columns: Sequence[Values], *, n_resamples: int = N_RESAMPLES, seed: int = 0) -> Floats:
+    """Means of every column in every resample; a resample draws the same rows of all columns.
+
+    Args:
+        columns: c columns of n paired values.
+        n_resamples: number of resamples.
+        seed: of the draw; equal seeds and n give equal resamples whatever the values are.
+
+    Returns:
+        (n_resamples, c) float64.
+    """
+    table = _columns(columns)
+    n = len(table)
+    if n == 0:
+        raise KvmapError("bootstrap of 0 items: expected at least 1")
+    if n_resamples < 1:
+        raise KvmapError(f"n_resamples={n_resamples}: expected at least 1")
+    random = np.random.default_rng(seed)
+    chunk = max(1, CHUNK_ELEMENTS // n)
+    means = []
+    for start in range(0, n_resamples, chunk):
+        rows = random.integers(0, n, size=(min(chunk, n_resamples - start), n))
+        means.append(np.stack([column[rows].mean(axis=1) for column in table.T], axis=1))
+    return np.concatenate(means)
+
+
+def ratio(
+    numerator: float, denominator: float, numerators: Floats, denominators: Floats, *, n: int, what: str
+) -> Estimate:
+    """A ratio of two means with its bootstrap interval, or undefined with the reason.
+
+    Undefined where the denominator is not above zero, or where its own interval reaches zero: then the
+    ratio's sign is a matter of chance. With one item there are no intervals, and only the first rule holds.
+
+    Args:
+        numerator: value on all items.
+        denominator: value on all items.
+        numerators: (n_resamples,) the same on each resample.
+        denominators: (n_resamples,) the same on each resample.
+        n: items.
+        what: the denominator in words, for the note.
+    """
+    if not math.isfinite(numerator) or not math.isfinite(denominator):
+        return Estimate(math.nan, n, note="a score that is not finite")
+    if denominator <= 0:
+        return Estimate(math.nan, n, note=f"undefined: {what} is {denominator:.4g}, not above 0")
+    if n < 2:
+        return Estimate(numerator / denominator, n)
+    low, _ = _ends(denominators)
+    if low <= 0:
+        return Estimate(
+            math.nan, n, note=f"undefined: {what} is {denominator:.4g}, its 95 % interval starts at {low:.4g}"
+        )
+    kept = denominators > 0
+    resampled = numerators[kept] / denominators[kept]
+    low, high = _ends(resampled)
+    return Estimate(numerator / denominator, n, float(resampled.std(ddof=1)), low, high)
+
+
+def retention(arm: Values, target: Values, *, n_resamples: int = N_RESAMPLES, seed: int = 0) -> Estimate:
+    """acc(arm) / acc(target), paired over items ([H] §5)."""
+    return _ratio_of([arm, target], (0,), (1,), "the target's accuracy", n_resamples, seed)
+
+
+def floor_retention(
+    arm: Values, target: Values, chance: Values, *, n_resamples: int = N_RESAMPLES, seed: int = 0
+) -> Estimate:
+    """(acc(arm) − chance) / (acc(target) − chance); `chance` per item."""
+    what = "the target's lead over chance"
+    return _ratio_of([arm, target, chance], (0, 2), (1, 2), what, n_resamples, seed)
+
+
+def gain_recovered(
+    arm: Values, target: Values, source: Values, *, n_resamples: int = N_RESAMPLES, seed: int = 0
+) -> Estimate:
+    """(acc(arm) − acc(source)) / (acc(target) − acc(source))."""
+    what = "the target's lead over the source"
+    return _ratio_of([arm, target, source], (0, 2), (1, 2), what, n_resamples, seed)
+
+
+def context_carried(
+    arm: Values, target: Values, no_context: Values, *, n_resamples: int = N_RESAMPLES, seed: int = 0
+) -> Estimate:
+    """(NLL_none − NLL_arm) / (NLL_none − NLL_native) on the same tokens, one NLL sum per sequence.
+
+    1: as good as the target's own cache; 0: as good as no context; negative: the transfer harms.
+    """
+    what = "what the context is worth to the target (nats per sequence)"
+    return _ratio_of([no_context, arm, target], (0, 1), (0, 2), what, n_resamples, seed)
+
+
+def mcnemar(first: Values, second: Values) -> float:
+    """Exact two-sided p of McNemar's test on paired right/wrong answers.
+
+    With b items that only the first got right and c that only the second got right,
+    p = min(1, 2·P(X ≤ min(b, c))), X ~ Binomial(b + c, 1/2). No difference on any item: p = 1.
+    """
+    table = _columns([first, second]) != 0
+    b = int((table[:, 0] & ~table[:, 1]).sum())
+    c = int((~table[:, 0] & table[:, 1]).sum())
+    n = b + c
+    term = total = 1
+    for k in range(min(b, c)):
+        term = term * (n - k) // (k + 1)
+        total += term
+    return min(1.0, 2 * total / 2**n)
+
+
+def _ratio_of(
+    columns: Sequence[Values],
+    top: tuple[int, ...],
+    bottom: tuple[int, ...],
+    what: str,
+    n_resamples: int,
+    seed: int,
+) -> Estimate:
+    """Ratio of means of columns; a second index is subtracted from the first."""
+    table = _columns(columns)
+    if len(table) == 0:
+        return Estimate(math.nan, 0, note="no items")
+
+    def side(means: Floats, picks: tuple[int, ...]) -> Floats:
+        return means[..., picks[0]] - (means[..., picks[1]] if len(picks) > 1 else 0.0)
+
+    full = table.mean(axis=0)
+    resampled = bootstrap_means(columns, n_resamples=n_resamples, seed=seed)
+    return ratio(
+        float(side(full, top)),
+        float(side(full, bottom)),
+        side(resampled, top),
+        side(resampled, bottom),
+        n=len(table),
+        what=what,
+    )
+
+
+def _columns(columns: Sequence[Values]) -> Floats:
+    """Paired columns as one (n, c) float64 table."""
+    arrays = [np.asarray(column, dtype=np.float64).reshape(-1) for column in columns]
+    sizes = {len(array) for array in arrays}
+    if len(sizes) != 1:
+        raise KvmapError(f"paired columns of lengths {sorted(sizes)}: expected the same items in every arm")
+    return np.stack(arrays, axis=1)
+
+
+def _ends(samples: Floats) -> tuple[float, float]:
+    low, high = np.quantile(samples, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import r2_score
+
+from kvmap.diagnostics.reconstruction import heat_map, layer_means, probe_rows, r2_metrics, r2_rows
+from kvmap.errors import KvmapError
+from kvmap.fit.linear import fit_linear
+from kvmap.fit.moments import PairMoments
+from kvmap.fit.selection import probe_r2
+from kvmap.mappers import BiasOnlyMapper, LinearMapper, Mapper, RandomMapper, RawMapper
+from kvmap.models.cache import KVCache
+
+SOURCE = ((2, 3), (2, 3), (2, 3))
+TARGET = ((2, 3), (2, 3))
+
+
+def cache(shape, like=None, seed=0):
+    """A stripped cache of 4 × 40 tokens; `like` makes it depend linearly on another, plus noise."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tensors(source):
+        noise = [torch.randn(4, heads, 40, width, generator=generator) + 2 for heads, width in shape]
+        return tuple(noise if source is None else [0.5 * n + source[i + 1] for i, n in enumerate(noise)])
+
+    positions = torch.arange(40).expand(4, -1)
+    keys, values = (
+        tensors(None if like is None else part) for part in (like and like.keys, like and like.values)
+    )
+    return KVCache(keys, values, positions, torch.ones(4, 40, dtype=torch.bool), None)
+
+
+@pytest.fixture(scope="module")
+def caches():
+    found = {}
+    for seed, split in enumerate(("fit", "held_out")):
+        source = cache(SOURCE, seed=seed)
+        found[split] = (source, cache(TARGET, like=source, seed=10 + seed))
+    return found
+
+
+@pytest.fixture(scope="module")
+def moments(caches):
+    made = PairMoments.zeros(SOURCE, TARGET)
+    for split, (source, target) in caches.items():
+        made.update(split, source, target)
+    return made
+
+
+@pytest.fixture(scope="module")
+def mappers(moments):
+    fitted = fit_linear(moments, ((0, 1), (1, 2)), "full_head", 0.01)
+    local = fit_linear(moments, ((1,), (2,)), "head_local", 1.0)
+    return {
+        "full_head": LinearMapper(fitted),
+        "head_local": LinearMapper(local),
+        "bias_only": BiasOnlyMapper.from_moments(moments),
+        "raw": RawMapper(SOURCE, TARGET),
+        "random": RandomMapper.from_fitted(fitted, moments, seed=1),
+    }
+
+
+@pytest.mark.parametrize("kind", ["full_head", "head_local", "bias_only", "raw", "random"])
+def test_r2_from_moments_is_sklearns_on_the_mapped_rows(mappers, moments, caches, kind):
+    rows = r2_rows(mappers[kind], moments)
+    assert len(rows) == 2 * 2 * 2 * 2
+    for row in rows:
+        source, target = caches[row["split"]]
+        mapped = mappers[kind].map(source)
+        name = "keys" if row["kind"] == "key" else "values"
+        true, found = (
+            getattr(kv, name)[row["layer"]][:, row["head"]].flatten(0, 1).double().numpy()
+            for kv in (target, mapped)
+        )
+        # One number per head: channels weighted by their variance, as a sum of squares weighs them.
+        expected = r2_score(true, found, multioutput="variance_weighted")
+        assert row["r2"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_fitted_mapper_beats_its_controls_and_the_mean_scores_nothing(mappers, moments):
+    means = {kind: r2_metrics(r2_rows(mapper, moments), kind) for kind, mapper in mappers.items()}
+    held_out = {kind: metrics[f"diagnose/held_out/{kind}/r2_value"].value for kind, metrics in means.items()}
+    assert held_out["full_head"] > 0.7
+    assert max(held_out[kind] for kind in ("bias_only", "random")) < 0.05
+    assert means["bias_only"]["diagnose/fit/bias_only/r2_key"].value == pytest.approx(0, abs=1e-6)
+    assert means["full_head"]["diagnose/fit/full_head/r2_key"].n == 4
+
+
+def test_layer_means_and_the_heat_map_hold_the_same_numbers(mappers, moments):
+    rows = r2_rows(mappers["full_head"], moments, splits=("held_out",))
+    matrix = np.array(heat_map(rows, "key", "held_out"))
+    assert matrix.shape == (2, 2)
+    for row in layer_means(rows):
+        if row["kind"] == "key":
+            assert row["r2"] == pytest.approx(matrix[row["layer"]].mean())
+    assert heat_map(rows, "key", "fit") == []
+
+
+def test_a_head_that_a_layer_lacks_is_nan_in_the_heat_map_only():
+    rows = [
+        {"layer": layer, "head": head, "kind": "key", "split": "fit", "r2": 0.5}
+        for layer, head in ((0, 0), (1, 1))
+    ]
+    matrix = heat_map(rows, "key", "fit")
+    assert math.isnan(matrix[0][1])
+    assert matrix[1][1] == 0.5
+
+
+def test_probe_rows_rank_the_layer_each_target_layer_was_made_from_first(moments):
+    r2 = probe_r2(moments)
+    rows = probe_rows(r2)
+    assert len(rows) == 3 * 3 * 2
+    both = {(r["source_layer"], r["target_layer"]): r["r2"] for r in rows if r["kind"] == "both"}
+    for target in range(2):
+        assert max(range(3), key=lambda source, t=target: both[source, t]) == target + 1
+    mean = sum(float(r2[kind][1, 0].mean()) for kind in ("key", "value")) / 2
+    assert both[1, 0] == pytest.approx(mean)
+
+
+def test_a_mapper_that_is_not_linear_is_refused(moments):
+    class Curved(Mapper):
+        kind = "curved"
+        map_layer = settings = tensors = from_state = None  # type: ignore[assignment]
+
+    with pytest.raises(KvmapError, match="'curved' is not linear"):
+        r2_rows(Curved(SOURCE, TARGET), moments)
