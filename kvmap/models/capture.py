@@ -1,0 +1,171 @@
+"""Running a model: token ids to KV cache, and on from a KV cache to logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvmap.errors import KvmapError
+from kvmap.models.cache import InvalidCache, KVCache, cache_argument, from_transformers, to_transformers
+from kvmap.models.loaded import LoadedModel
+from kvmap.models.rope import same_rotations
+
+
+class CacheMismatch(KvmapError):
+    """A cache of another model."""
+
+
+def positions_from_mask(mask: Tensor) -> Tensor:
+    """Positions (batch, tokens) of a mask (batch, tokens): real tokens count from 0, padding before them is
+    at 0.
+    """
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+@torch.no_grad()
+def prefill(loaded: LoadedModel, input_ids: Tensor, attention_mask: Tensor | None = None) -> KVCache:
+    """Read contexts and keep every layer's keys and values. Runs the decoder body only: no logits are made.
+
+    Args:
+        loaded: the model.
+        input_ids: (batch, tokens) int64, padded on the left where rows differ in length.
+        attention_mask: (batch, tokens), 1 or True at real tokens; None: all are.
+
+    Returns:
+        The cache, in the model's dtype; keys are rotated, and `rotations` holds what this very prefill used.
+
+    Raises:
+        UnsupportedModel: if a windowed layer cannot see the longest context whole.
+        InvalidCache: if there are no tokens.
+    """
+    input_ids, mask = _inputs(loaded, input_ids, attention_mask)
+    if input_ids.shape[1] == 0:
+        raise InvalidCache("prefill needs at least one token a row")
+    _check_windows(loaded, mask)
+    positions = positions_from_mask(mask)
+    cache = to_transformers(None)
+    loaded.body(
+        input_ids=input_ids,
+        attention_mask=mask.long(),
+        position_ids=positions,
+        use_cache=True,
+        **{cache_argument(loaded.body): cache},
+    )
+    kv = from_transformers(cache, positions, mask, loaded.current_rotations())
+    return replace(kv, owner=loaded.identity)
+
+
+@torch.no_grad()
+def forward(
+    loaded: LoadedModel, input_ids: Tensor, kv: KVCache | None, attention_mask: Tensor | None = None
+) -> tuple[Tensor, KVCache]:
+    """Run new tokens after a cache. The cache given is left as it was.
+
+    Unlike `generate`, which re-reads a prompt whose cache is as long as itself or crosses a longrope
+    threshold, this never computes a cached column again.
+
+    Args:
+        loaded: the model.
+        input_ids: (batch, n) int64, the tokens that follow the cache.
+        kv: what came before, keys rotated; None or without tokens: nothing.
+        attention_mask: (batch, n) of the new tokens; None: all are real.
+
+    Returns:
+        Logits (batch, n, vocab_size) float32 of every new token, and the cache of old and new columns.
+        Where the model has changed its rotary frequencies since the first columns, that cache is `mixed`.
+
+    Raises:
+        CacheMismatch: if `kv` is an exact cache of another model.
+        InvalidCache: if `kv` is stripped or its batch or layers do not fit.
+        UnsupportedModel: if a windowed layer cannot see the longest row whole.
+    """
+    input_ids, new_mask = _inputs(loaded, input_ids, attention_mask)
+    if kv is not None:
+        _check_continues(loaded, input_ids, kv)
+        kv = _placed(loaded, kv)
+    if input_ids.shape[1] == 0:
+        if kv is None:
+            raise InvalidCache("forward needs a token or a cache")
+        return torch.zeros(input_ids.shape[0], 0, loaded.geometry.vocab_size, device=loaded.device), kv
+    past = torch.zeros_like(new_mask[:, :0]) if kv is None else kv.mask
+    mask = torch.cat((past, new_mask), dim=1)
+    _check_windows(loaded, mask)
+    new_positions = positions_from_mask(mask)[:, past.shape[1] :]
+    cache = to_transformers(kv)
+    output = loaded.model(
+        input_ids=input_ids,
+        attention_mask=mask.long(),
+        position_ids=new_positions,
+        use_cache=True,
+        **{cache_argument(loaded.model): cache},
+    )
+    positions = new_positions if kv is None else torch.cat((kv.positions, new_positions), dim=1)
+    rotations = loaded.current_rotations()
+    grown = replace(from_transformers(cache, positions, mask, rotations), owner=loaded.identity)
+    if kv is not None and kv.n_tokens:
+        same = kv.rotations is not None and same_rotations(kv.rotations, rotations)
+        grown = replace(grown, exact=kv.exact, owner=kv.owner, mixed=kv.mixed or not same)
+    return output.logits.float(), grown
+
+
+def _inputs(loaded: LoadedModel, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Ids and a bool mask of the same shape, both where the model takes its inputs."""
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if input_ids.ndim != 2 or mask.shape != input_ids.shape:
+        raise InvalidCache(
+            f"input ids (batch, tokens) and a mask of the same shape expected, got {tuple(input_ids.shape)} "
+            f"and {tuple(mask.shape)}"
+        )
+    return input_ids.to(loaded.device), mask.to(loaded.device).bool()
+
+
+def _check_windows(loaded: LoadedModel, mask: Tensor) -> None:
+    """Refuse rows that a windowed layer cannot see whole. Windows count columns from a row's first real
+    token on.
+    """
+    if any(layer.window is not None for layer in loaded.geometry.layers):
+        spans = mask.shape[1] - mask.long().argmax(-1)
+        loaded.geometry.check_length(int(spans.max()))
+
+
+def _placed(loaded: LoadedModel, kv: KVCache) -> KVCache:
+    """The cache in the model's dtype, each layer on that layer's device."""
+    kv = kv.to(dtype=loaded.dtype)
+    devices = loaded.layer_devices
+    return replace(
+        kv,
+        keys=tuple(key.to(device) for key, device in zip(kv.keys, devices, strict=True)),
+        values=tuple(value.to(device) for value, device in zip(kv.values, devices, strict=True)),
+        positions=kv.positions.to(loaded.device),
+        mask=kv.mask.to(loaded.device),
+    )
+
+
+def _check_continues(loaded: LoadedModel, input_ids: Tensor, kv: KVCache) -> None:
+    if kv.exact and kv.owner is not None:
+        mismatches = kv.owner.mismatches(loaded.identity)
+        if mismatches:
+            raise CacheMismatch(
+                f"the cache of {kv.owner.name} cannot continue in {loaded.identity.name}; map it first. "
+                + "; ".join(mismatches)
+            )
+    if kv.stripped:
+        raise InvalidCache(
+            "the cache holds stripped keys: rotate() them by the model's rotations before forward"
+        )
+    if kv.batch_size != input_ids.shape[0]:
+        raise InvalidCache(
+            f"a cache of {kv.batch_size} rows cannot continue with {input_ids.shape[0]} rows of tokens"
+        )
+    wanted = [(layer.n_kv_heads, layer.head_dim) for layer in loaded.geometry.layers]
+    got = [(key.shape[1], key.shape[3]) for key in kv.keys]
+    if got != wanted:
+        layer = next((i for i, pair in enumerate(zip(got, wanted, strict=False)) if pair[0] != pair[1]), None)
+        where = (
+            f"{len(got)} layers, not {len(wanted)}"
+            if layer is None
+            else f"layer {layer}: {got[layer]}, not {wanted[layer]}"
+        )
+        raise InvalidCache(f"the cache does not fit {loaded.identity.name} (KV heads, head_dim): {where}")

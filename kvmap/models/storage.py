@@ -1,0 +1,61 @@
+"""KV caches on disk: what lets source and target take turns in memory. One safetensors file per cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from kvmap.files import load_metadata, load_tensors, save_tensors
+from kvmap.models.cache import KVCache
+from kvmap.models.rope import Rotation
+
+
+def save_kv(kv: KVCache, path: Path) -> None:
+    """Write a cache whole or not at all; `load_kv` gives back the same numbers in the same dtypes.
+
+    The owner's identity is not kept: whoever stores a cache for another model to use records it beside it.
+    """
+    tensors = {"positions": kv.positions, "mask": kv.mask}
+    rotations: list[dict[str, object] | None] = []
+    for layer, (key, value) in enumerate(zip(kv.keys, kv.values, strict=True)):
+        tensors[f"keys.{layer}"], tensors[f"values.{layer}"] = key, value
+        rotation = kv.rotations[layer] if kv.rotations is not None else None
+        if rotation is not None:
+            tensors[f"inv_freq.{layer}"] = rotation.inv_freq
+            rotations.append({"scaling": rotation.scaling, "layout": rotation.layout})
+        else:
+            rotations.append(None)
+    head = {
+        "n_layers": kv.n_layers,
+        "stripped": kv.stripped,
+        "rotations": rotations,
+        "exact": kv.exact,
+        "mixed": kv.mixed,
+    }
+    save_tensors(path, tensors, {"kv": json.dumps(head)})
+
+
+def load_kv(path: Path, device: torch.device | str = "cpu") -> KVCache:
+    """Read what `save_kv` wrote.
+
+    Raises:
+        ArtifactMissing, ArtifactCorrupt: the file is not there, or is not whole.
+    """
+    head = json.loads(load_metadata(path)["kv"])
+    tensors = {name: tensor.to(device) for name, tensor in load_tensors(path).items()}
+    layers = range(head["n_layers"])
+    rotations = tuple(
+        Rotation(tensors[f"inv_freq.{layer}"], **entry) if entry else None
+        for layer, entry in zip(layers, head["rotations"], strict=True)
+    )
+    return KVCache(
+        keys=tuple(tensors[f"keys.{layer}"] for layer in layers),
+        values=tuple(tensors[f"values.{layer}"] for layer in layers),
+        positions=tensors["positions"],
+        mask=tensors["mask"],
+        rotations=None if head["stripped"] else rotations,
+        exact=head["exact"],
+        mixed=head["mixed"],
+    )

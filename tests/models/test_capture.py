@@ -1,0 +1,220 @@
+"""From tokens to a cache and on from a cache: the cases that have gone wrong elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvmap.models.cache import InvalidCache, KVCache
+from kvmap.models.capture import CacheMismatch, forward, positions_from_mask, prefill
+from kvmap.models.geometry import UnsupportedModel
+from kvmap.models.loaded import LoadedModel
+from tests.tiny_random_models import FAMILIES, WINDOW, left_padding, random_ids
+
+# Families whose masks, positions or biases are made in different ways.
+some_families = pytest.mark.parametrize(
+    "name", ["llama", "ministral3", "gemma3", "gpt_neox", "cohere2", "phi3_longrope"]
+)
+attentions = pytest.mark.parametrize("attention", ["sdpa", "eager"])
+
+
+def load(name="llama", **settings):
+    return LoadedModel.from_model(FAMILIES[name](**settings), name=name)
+
+
+def test_positions_count_real_tokens_from_zero():
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    assert positions_from_mask(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+
+
+@some_families
+def test_a_suffix_at_once_and_one_by_one_give_the_same_logits_in_eager_and_sdpa(name):
+    ids, mask = random_ids(2, 30), left_padding(2, 30)
+    results = []
+    for attention in ("sdpa", "eager"):
+        loaded = load(name, attn_implementation=attention)
+        kv = prefill(loaded, ids[:, :26], mask[:, :26])
+        results.append(forward(loaded, ids[:, 26:], kv)[0])
+        steps, grown = [], kv
+        for column in range(26, 30):
+            logits, grown = forward(loaded, ids[:, column : column + 1], grown)
+            steps.append(logits)
+        results.append(torch.cat(steps, dim=1))
+    for other in results[1:]:
+        assert (other - results[0]).abs().max() <= 1e-4
+
+
+@some_families
+def test_greedy_decoding_equals_generate(name):
+    loaded = load(name)
+    ids = random_ids(1, 20)
+    expected = loaded.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=8,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    kv = prefill(loaded, ids[:, :-1])
+    token, made = ids[:, -1:], []
+    for _ in range(8):
+        logits, kv = forward(loaded, token, kv)
+        token = logits[:, -1:].argmax(-1)
+        made.append(token)
+    assert torch.equal(torch.cat([ids, *made], dim=1), expected)
+
+
+@attentions
+def test_a_padded_row_equals_the_row_alone(attention):
+    loaded = load(attn_implementation=attention)
+    ids, mask = random_ids(3, 24), left_padding(3, 24, pads=5)
+    logits, _ = forward(loaded, ids[:, 20:], prefill(loaded, ids[:, :20], mask[:, :20]))
+    for row in range(3):
+        alone = ids[row : row + 1, 5 * row :]
+        expected, _ = forward(loaded, alone[:, -4:], prefill(loaded, alone[:, :-4]))
+        assert (logits[row] - expected[0]).abs().max() <= 1e-4
+
+
+@attentions
+def test_padding_holds_finite_numbers(attention):
+    loaded = load(attn_implementation=attention)
+    kv = prefill(loaded, random_ids(3, 9), left_padding(3, 9))
+    assert all(tensor.isfinite().all() for tensor in (*kv.keys, *kv.values))
+
+
+def test_continuations_of_unequal_length_may_be_padded_on_the_right():
+    loaded = load()
+    kv = prefill(loaded, random_ids(2, 10))
+    suffix = random_ids(2, 4, seed=5)
+    padded_mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    logits, grown = forward(loaded, suffix, kv, padded_mask)
+    expected, _ = forward(loaded, suffix[:1, :2], kv.select_rows([0]))
+    assert (logits[0, :2] - expected[0]).abs().max() <= 1e-4
+    assert grown.mask[:, 10:].long().tolist() == padded_mask.tolist()
+    after, _ = forward(loaded, suffix[:, :1], grown)
+    alone = torch.cat((suffix[:1, :2], suffix[:1, :1]), dim=1)
+    expected, _ = forward(loaded, alone, kv.select_rows([0]))
+    assert (after[0, 0] - expected[0, -1]).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("n_context", [0, 1, 2])
+@pytest.mark.parametrize("n_suffix", [1, 3])
+def test_the_shortest_contexts_and_continuations(n_context, n_suffix):
+    loaded = load()
+    ids = random_ids(2, n_context + n_suffix)
+    kv = prefill(loaded, ids[:, :n_context]) if n_context else None
+    logits, grown = forward(loaded, ids[:, n_context:], kv)
+    with torch.no_grad():
+        full = loaded.model(ids).logits
+    assert (logits - full[:, n_context:]).abs().max() <= 1e-4
+    assert grown.n_tokens == n_context + n_suffix
+
+
+def test_a_cache_without_tokens_counts_as_none():
+    loaded = load()
+    ids = random_ids(1, 4)
+    empty = prefill(loaded, ids).slice_tokens(0, 0)
+    assert empty.n_tokens == 0
+    assert torch.equal(forward(loaded, ids, empty)[0], forward(loaded, ids, None)[0])
+
+
+def test_an_empty_suffix_gives_no_logits_and_the_same_cache():
+    loaded = load()
+    kv = prefill(loaded, random_ids(2, 5))
+    logits, same = forward(loaded, random_ids(2, 0), kv)
+    assert tuple(logits.shape) == (2, 0, loaded.geometry.vocab_size)
+    assert same.n_tokens == 5
+    with pytest.raises(InvalidCache, match="token or a cache"):
+        forward(loaded, random_ids(2, 0), None)
+    with pytest.raises(InvalidCache, match="at least one token"):
+        prefill(loaded, random_ids(2, 0))
+
+
+def test_the_cache_given_is_read_not_recomputed():
+    loaded = load()
+    ids = random_ids(1, 12)
+    kv = prefill(loaded, ids[:, :10])
+    zeroed = dataclasses.replace(kv, values=tuple(torch.zeros_like(value) for value in kv.values))
+    assert (forward(loaded, ids[:, 10:], kv)[0] - forward(loaded, ids[:, 10:], zeroed)[0]).abs().max() > 1e-2
+
+
+def test_the_window_is_exact_up_to_its_length_and_refused_beyond():
+    loaded = load("gemma3", n_layers=4)
+    ids = random_ids(1, WINDOW + 1)
+    with torch.no_grad():
+        full = loaded.model(ids[:, :WINDOW]).logits
+    kv = prefill(loaded, ids[:, : WINDOW - 3])
+    logits, grown = forward(loaded, ids[:, WINDOW - 3 : WINDOW], kv)
+    assert (logits - full[:, -3:]).abs().max() <= 1e-4
+    for attempt in (lambda: prefill(loaded, ids), lambda: forward(loaded, ids[:, WINDOW:], grown)):
+        with pytest.raises(
+            UnsupportedModel, match=f"layer 0 sees a window of {WINDOW}.*context has {WINDOW + 1}"
+        ):
+            attempt()
+
+
+def test_padding_does_not_count_towards_the_window():
+    loaded = load("mistral_sliding")
+    ids = random_ids(2, WINDOW + 4)
+    mask = torch.ones_like(ids)
+    mask[:, :4] = 0
+    assert prefill(loaded, ids, mask).n_tokens == WINDOW + 4
+
+
+def test_padding_between_real_tokens_counts_towards_the_window():
+    loaded = load("mistral_sliding")
+    kv = prefill(loaded, random_ids(2, WINDOW - 4))
+    _, grown = forward(loaded, random_ids(2, 4), kv, torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0]]))
+    with pytest.raises(UnsupportedModel, match=f"context has {WINDOW + 1}"):
+        forward(loaded, random_ids(2, 1), grown)
+
+
+def test_another_models_cache_is_refused_naming_what_differs():
+    one, other = load("llama", seed=1), load("llama_linear", seed=2)
+    kv = prefill(one, random_ids(1, 6))
+    with pytest.raises(CacheMismatch, match=r"(?s)weights: .*rope: ") as caught:
+        forward(other, random_ids(1, 2), kv)
+    assert "dtype" not in str(caught.value)
+    half = LoadedModel.from_model(FAMILIES["llama"](seed=1).bfloat16())
+    with pytest.raises(CacheMismatch, match="dtype: float32"):
+        forward(half, random_ids(1, 2), kv)
+
+
+def test_a_mapped_cache_may_come_from_elsewhere():
+    one, other = load("llama", seed=1), load("llama_linear", seed=2)
+    kv = dataclasses.replace(prefill(one, random_ids(1, 6)), exact=False)
+    _, grown = forward(other, random_ids(1, 2), kv)
+    assert not grown.exact
+
+
+def test_caches_that_do_not_fit_are_refused():
+    loaded = load()
+    kv = prefill(loaded, random_ids(2, 6))
+    with pytest.raises(InvalidCache, match="stripped"):
+        forward(loaded, random_ids(2, 1), kv.strip())
+    with pytest.raises(InvalidCache, match="2 rows cannot continue with 1"):
+        forward(loaded, random_ids(1, 1), kv)
+    shallow = KVCache(kv.keys[:1], kv.values[:1], kv.positions, kv.mask, kv.rotations[:1])
+    with pytest.raises(InvalidCache, match="1 layers, not 2"):
+        forward(loaded, random_ids(2, 1), shallow)
+    wide = LoadedModel.from_model(FAMILIES["llama_wide_heads"]())
+    foreign = dataclasses.replace(prefill(wide, random_ids(2, 6)), owner=None)
+    with pytest.raises(InvalidCache, match=r"layer 0: \(2, 12\), not \(2, 8\)"):
+        forward(loaded, random_ids(2, 1), foreign)
+
+
+def test_a_bfloat16_model_takes_float32_caches_and_gives_float32_logits():
+    loaded = LoadedModel.from_model(FAMILIES["llama"]().bfloat16())
+    kv = prefill(loaded, random_ids(1, 6))
+    assert kv.keys[0].dtype == torch.bfloat16
+    logits, grown = forward(loaded, random_ids(1, 2), kv.strip().rotate(kv.rotations))
+    assert logits.dtype == torch.float32
+    assert grown.keys[0].dtype == torch.bfloat16
+
+
+def test_a_mask_of_another_shape_is_refused():
+    with pytest.raises(InvalidCache, match="mask of the same shape"):
+        prefill(load(), random_ids(2, 6), torch.ones(2, 5))
