@@ -1,0 +1,47 @@
+"""Mappers: from a source's cache to a target's. Importing this package registers every kind."""
+
+from __future__ import annotations
+
+from kvmap.mappers.base import (
+    Mapper,
+    MapperMismatch,
+    RegistryCollision,
+    Unavailable,
+    check_shape,
+    get_mapper,
+    mapper_kinds,
+    register,
+)
+from kvmap.mappers.bias_only import BiasOnlyMapper
+from kvmap.mappers.identity import IdentityMapper
+from kvmap.mappers.linear import LinearMapper
+from kvmap.mappers.random_map import RandomMapper
+from kvmap.mappers.raw import RawMapper
+from kvmap.mappers.store import (
+    MapperFileError,
+    check_identities,
+    identity_record,
+    load_mapper,
+    save_mapper,
+)
+
+__all__ = [
+    "BiasOnlyMapper",
+    "IdentityMapper",
+    "LinearMapper",
+    "Mapper",
+    "MapperFileError",
+    "MapperMismatch",
+    "RandomMapper",
+    "RawMapper",
+    "RegistryCollision",
+    "Unavailable",
+    "check_identities",
+    "check_shape",
+    "get_mapper",
+    "identity_record",
+    "load_mapper",
+    "mapper_kinds",
+    "register",
+    "save_mapper",
+]

@@ -1,0 +1,203 @@
+"""What every mapper is, and the registry of their kinds."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvmap.errors import KvmapError, UnknownName
+from kvmap.fit.moments import CacheShape, cache_shape
+from kvmap.models.cache import KVCache
+
+
+class MapperMismatch(KvmapError):
+    """A mapper applied to models, caches or shapes it was not fitted for."""
+
+
+class Unavailable(KvmapError):
+    """A kind of mapper that this pair of models has no room for, such as a copy between unlike shapes."""
+
+
+class RegistryCollision(KvmapError):
+    """Two classes that claim one kind."""
+
+
+class Mapper(ABC):
+    """A function from the source's content keys and values to the target's, column by column.
+
+    A kind implements `map_layer`, `settings`, `tensors` and `from_state`, and registers itself with
+    `@register("name")`.
+
+    Attributes:
+        source_shape: `(n_kv_heads, head_dim)` of each source layer it reads.
+        target_shape: the same of each target layer it writes.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, source_shape: CacheShape, target_shape: CacheShape) -> None:
+        """Args: `(n_kv_heads, head_dim)` of each layer of source and target."""
+        self.source_shape = source_shape
+        self.target_shape = target_shape
+
+    @abstractmethod
+    def map_layer(
+        self, layer: int, keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of one target layer.
+
+        Args:
+            layer: target layer.
+            keys: content keys of every source layer, (batch, n_kv_heads, tokens, head_dim).
+            values: likewise.
+
+        Returns:
+            (batch, n_kv_heads, tokens, head_dim) of the target, at least float32; content keys.
+        """
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Everything but tensors, as JSON can hold it; `from_state` takes it back."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """The mapper's tensors by name; `from_state` takes them back."""
+
+    @classmethod
+    @abstractmethod
+    def from_state(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        """Inverse of `settings` and `tensors`."""
+
+    def map(self, source: KVCache) -> KVCache:
+        """Map a stripped cache, all layers and columns: stripped in, stripped out, `exact=False`.
+
+        Raises:
+            MapperMismatch: a cache with rotated keys, or of another shape than `source_shape`.
+        """
+        self.check_source(source)
+        layers = [self.map_layer(i, source.keys, source.values) for i in range(len(self.target_shape))]
+        keys, values = tuple(k for k, _ in layers), tuple(v for _, v in layers)
+        return replace(source, keys=keys, values=values, exact=False, owner=None)
+
+    def check_source(self, source: KVCache) -> None:
+        """Refuse a source cache this mapper does not fit.
+
+        Raises:
+            MapperMismatch: naming what differs.
+        """
+        if not source.stripped:
+            raise MapperMismatch(
+                "the source cache carries rotated keys; mappers read content keys: strip() it first"
+            )
+        check_shape("source cache", cache_shape(source), self.source_shape)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the weights are; None for a mapper without any."""
+        return next((tensor.device for tensor in self.tensors().values()), None)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """The same mapper with its tensors elsewhere, or weights in another dtype."""
+        moved = {
+            name: tensor.to(device=device, dtype=self.stored_dtype(name, tensor, dtype))
+            for name, tensor in self.tensors().items()
+        }
+        return type(self).from_state(self.settings(), moved)
+
+    def stored_dtype(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype a tensor takes when weights are asked for in `dtype`: biases stay at least float32."""
+        if dtype is None:
+            return tensor.dtype
+        return torch.promote_types(dtype, torch.float32) if name.endswith("bias") else dtype
+
+    @property
+    def n_weights(self) -> int:
+        """Number of weights, biases not counted: `2·L_t·H_t·p·d_t` for a linear mapper ([H] §3.3)."""
+        return sum(tensor.numel() for name, tensor in self.tensors().items() if not name.endswith("bias"))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, biases included."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
+
+
+_REGISTRY: dict[str, type[Mapper]] = {}
+_AnyMapper = TypeVar("_AnyMapper", bound=type[Mapper])
+
+
+def register(kind: str) -> Callable[[_AnyMapper], _AnyMapper]:
+    """Class decorator that makes a mapper known by name.
+
+    Raises:
+        RegistryCollision: another class has that name.
+    """
+
+    def decorate(cls: _AnyMapper) -> _AnyMapper:
+        known = _REGISTRY.get(kind)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise RegistryCollision(
+                f"mapper kind {kind!r} is taken by {known.__module__}.{known.__qualname__}; {cls.__module__}."
+                f"{cls.__qualname__} needs another name"
+            )
+        cls.kind = kind
+        _REGISTRY[kind] = cls
+        return cls
+
+    return decorate
+
+
+def get_mapper(kind: str) -> type[Mapper]:
+    """The class of a kind.
+
+    Raises:
+        UnknownName: with the nearest name and the full list.
+    """
+    if kind not in _REGISTRY:
+        raise UnknownName("mapper", kind, _REGISTRY)
+    return _REGISTRY[kind]
+
+
+def mapper_kinds() -> tuple[str, ...]:
+    """Every registered kind, sorted."""
+    return tuple(sorted(_REGISTRY))
+
+
+def check_shape(what: str, got: CacheShape, expected: CacheShape) -> None:
+    """Refuse layers, heads or widths that are not the mapper's, naming the first that differs.
+
+    Raises:
+        MapperMismatch: with the layer, what it has and what the mapper was fitted for.
+    """
+    if len(got) != len(expected):
+        raise MapperMismatch(
+            f"the {what} has {len(got)} layers; the mapper was fitted for {len(expected)}. "
+            f"Use the mapper of this pair"
+        )
+    for layer, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        if tuple(mine) != tuple(theirs):
+            raise MapperMismatch(
+                f"layer {layer} of the {what} has {mine[0]} KV heads of width {mine[1]}; the mapper was "
+                f"fitted for {theirs[0]} of width {theirs[1]}. Use the mapper of this pair"
+            )
+
+
+def shape_settings(mapper: Mapper) -> dict[str, Any]:
+    """The two shapes, as JSON can hold them."""
+    return {
+        "source_shape": [list(layer) for layer in mapper.source_shape],
+        "target_shape": [list(layer) for layer in mapper.target_shape],
+    }
+
+
+def shapes_from(settings: Mapping[str, Any]) -> tuple[CacheShape, CacheShape]:
+    """Inverse of `shape_settings`."""
+    source, target = (
+        tuple((int(heads), int(width)) for heads, width in settings[name])
+        for name in ("source_shape", "target_shape")
+    )
+    return source, target

@@ -1,0 +1,187 @@
+"""Mappers on disk: safetensors and a manifest, written whole or not at all, checked when read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvmap import __version__
+from kvmap.errors import KvmapError
+from kvmap.mappers.base import Mapper, MapperMismatch, get_mapper
+
+if TYPE_CHECKING:
+    from kvmap.models.pair import ModelIdentity
+
+FORMAT = "kvmap-mapper"
+SCHEMA_VERSION = 1
+TENSORS_NAME = "mapper.safetensors"
+MANIFEST_NAME = "manifest.json"
+_OWN_KEYS = ("format", "schema_version", "kind", "settings", "tensors", "sha256", "kvmap_version", "checksum")
+
+
+class MapperFileError(KvmapError):
+    """A mapper folder that is missing, half-written, altered, or not a mapper at all."""
+
+
+def save_mapper(mapper: Mapper, folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write `mapper.safetensors` and `manifest.json` into a folder.
+
+    Each file is written under a temporary name, fsynced and renamed; the manifest comes last and carries
+    the checksum of the tensors and of itself, so that any half-written state is refused when read.
+
+    Args:
+        mapper: what to save.
+        folder: made if it is not there; a mapper that lies in it is replaced.
+        manifest: what the mapper belongs to, as JSON can hold it: `source` and `target` identities
+            (`identity_record`), calibration, selection rule, λ.
+
+    Raises:
+        MapperFileError: a manifest key that save_mapper writes itself, or one that JSON cannot hold.
+    """
+    taken = sorted(set(manifest) & set(_OWN_KEYS))
+    if taken:
+        raise MapperFileError(f"manifest keys {taken} are written by save_mapper itself: rename them")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = _own_storage(mapper.tensors())
+    temporary = folder / f".{TENSORS_NAME}.{os.getpid()}"
+    save_file(tensors, temporary)
+    record = {
+        **manifest,
+        "format": FORMAT,
+        "schema_version": SCHEMA_VERSION,
+        "kind": mapper.kind,
+        "settings": mapper.settings(),
+        "tensors": {name: [str(t.dtype), list(t.shape)] for name, t in tensors.items()},
+        "sha256": _file_digest(temporary),
+        "kvmap_version": __version__,
+    }
+    try:
+        record["checksum"] = _record_digest(record)
+        text = json.dumps(record, indent=1, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        temporary.unlink()
+        raise MapperFileError(f"the manifest holds something that JSON cannot: {error}") from error
+    _publish(temporary, folder / TENSORS_NAME)
+    temporary = folder / f".{MANIFEST_NAME}.{os.getpid()}"
+    temporary.write_text(text, encoding="utf-8")
+    _publish(temporary, folder / MANIFEST_NAME)
+
+
+def load_mapper(folder: Path, device: str = "cpu") -> tuple[Mapper, dict[str, Any]]:
+    """Read a mapper back, after checking that nothing in the folder was cut or changed.
+
+    Returns:
+        The mapper and its manifest, as given to `save_mapper` with kvmap's own keys added.
+
+    Raises:
+        MapperFileError: naming the file and what is wrong with it.
+    """
+    folder = Path(folder)
+    record = _read_manifest(folder / MANIFEST_NAME)
+    path = folder / TENSORS_NAME
+    if not path.is_file():
+        raise MapperFileError(f"{path} is missing: the mapper was not written to its end; fit it again")
+    if _file_digest(path) != record["sha256"]:
+        raise MapperFileError(
+            f"{path} does not have the checksum its manifest names: it was cut or changed; fit it again"
+        )
+    try:
+        tensors = load_file(path, device=device)
+        mapper = get_mapper(record["kind"]).from_state(record["settings"], tensors)
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise MapperFileError(f"{folder} does not hold a whole {record['kind']!r} mapper: {error}") from error
+    return mapper, record
+
+
+def identity_record(identity: ModelIdentity) -> dict[str, str]:
+    """A model's identity as a manifest keeps it."""
+    return asdict(identity)
+
+
+def check_identities(manifest: Mapping[str, Any], source: ModelIdentity, target: ModelIdentity) -> None:
+    """Refuse a mapper fitted for other models, however alike their shapes.
+
+    Raises:
+        MapperMismatch: naming each thing that differs, or a manifest that names no models.
+    """
+    from kvmap.models.pair import ModelIdentity
+
+    found = []
+    for role, identity in (("source", source), ("target", target)):
+        if not isinstance(manifest.get(role), Mapping):
+            raise MapperMismatch(
+                f"the mapper's manifest names no {role} model, so it cannot be trusted with any"
+            )
+        fitted_for = ModelIdentity(**manifest[role])
+        found += [f"{role} {mismatch}" for mismatch in fitted_for.mismatches(identity)]
+    if found:
+        raise MapperMismatch(
+            "this mapper was fitted for other models: " + "; ".join(found) + ". Fit a mapper for this pair"
+        )
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise MapperFileError(f"{path} is missing: no mapper was written to its end there; fit it first")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise MapperFileError(
+            f"{path} is not JSON ({error}): it was cut or changed; fit the mapper again"
+        ) from error
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise MapperFileError(f"{path} is not the manifest of a kvmap mapper (format {FORMAT!r} expected)")
+    if record.get("schema_version") != SCHEMA_VERSION:
+        raise MapperFileError(
+            f"{path} has schema_version {record.get('schema_version')}; this kvmap reads "
+            f"{SCHEMA_VERSION}: fit again"
+        )
+    if record.get("checksum") != _record_digest(record):
+        raise MapperFileError(f"{path} was changed after it was written; fit the mapper again")
+    return record
+
+
+def _own_storage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors that share no memory: safetensors writes neither views nor aliases right."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        whole = tensor.detach().cpu().contiguous()
+        address = whole.untyped_storage().data_ptr()
+        alone = whole.untyped_storage().nbytes() == whole.numel() * whole.element_size()
+        result[name] = whole if alone and address not in seen else whole.clone()
+        seen.add(address)
+    return result
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Force a written file to the disk, then give it its name."""
+    with temporary.open("rb") as handle:
+        os.fsync(handle.fileno())
+    os.replace(temporary, final)
+    descriptor = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _record_digest(record: Mapping[str, Any]) -> str:
+    """Digest of a manifest without its own checksum, as it reads back from JSON."""
+    content = {key: value for key, value in record.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
