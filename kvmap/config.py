@@ -101,9 +101,9 @@ class TextConfig:
     where: dict[str, str] = field(default_factory=dict)
     name: str | None = None
     config: str | None = None
-    split: str = "train"
+    split: str | None = None
     revision: str | None = None
-    skip: int = 0
+    skip: int | None = None
     seed: int = 0
     field: str = "text"  # last: it hides dataclasses.field from the lines below it
 
@@ -261,7 +261,7 @@ def unknown_keys(values: Mapping[str, Any], schema: type, prefix: str = "") -> I
         if key not in known:
             yield f"{prefix}{key}: nothing reads this key; expected one of {', '.join(sorted(known))}"
         elif dataclasses.is_dataclass(nested[key]) and isinstance(value, Mapping):
-            yield from unknown_keys(value, nested[key], f"{prefix}{key}.")  # type: ignore[arg-type]
+            yield from unknown_keys(value, nested[key], f"{prefix}{key}.")
 
 
 def _choices(cfg: Config) -> Iterator[str]:
@@ -335,7 +335,7 @@ def _ranges(cfg: Config) -> Iterator[str]:
             "both excluded; 0.2 holds out a fifth of the sequences"
         )
     if not benchmark.lengths or min(benchmark.lengths) < 2:
-        yield f"benchmark.lengths={list(benchmark.lengths)}: expected one or more lengths of at least 2 tokens"
+        yield f"benchmark.lengths={list(benchmark.lengths)}: expected at least one length, each 2 or more"
     if cfg.transfer.native_head >= calibration.sequence_length > 1:
         yield (
             f"transfer.native_head={cfg.transfer.native_head}: leaves no calibration rows in sequences of "
@@ -371,12 +371,13 @@ def _texts(cfg: Config) -> Iterator[str]:
             yield f"{key}.path is not set: {key}.kind={text.kind} reads a file; set {key}.path=<file>"
         elif text.kind == "hf" and not text.name:
             yield f"{key}.name is not set: {key}.kind=hf reads a dataset; set {key}.name=<dataset id>"
-    if not any((cfg.evaluation.world.n_per_kind, cfg.evaluation.jsonl.paths, cfg.evaluation.perplexity.n_sequences)):
-        if "evaluate" in cfg.stages:
-            yield (
-                "stages names evaluate, but evaluation asks nothing: set evaluation.world.n_per_kind, "
-                "evaluation.jsonl.paths or evaluation.perplexity.n_sequences, or leave the stage out"
-            )
+    evaluation = cfg.evaluation
+    asked = (evaluation.world.n_per_kind, evaluation.jsonl.paths, evaluation.perplexity.n_sequences)
+    if "evaluate" in cfg.stages and not any(asked):
+        yield (
+            "stages names evaluate, but evaluation asks nothing: set evaluation.world.n_per_kind, "
+            "evaluation.jsonl.paths or evaluation.perplexity.n_sequences, or leave the stage out"
+        )
 
 
 def _unknown(key: str, value: object, known: Iterable[str]) -> str:
@@ -399,7 +400,7 @@ def config_path() -> str:
 
 
 def outputs_root() -> str:
-    """`$KVMAP_OUTPUTS`, else the checkout's `outputs/`, else `~/kvmap-outputs`; never the working directory."""
+    """`$KVMAP_OUTPUTS`, else the checkout's `outputs/`, else `~/kvmap-outputs`; never the cwd."""
     root = checkout_root()
     chosen = os.environ.get("KVMAP_OUTPUTS") or (root / "outputs" if root else Path.home() / "kvmap-outputs")
     return str(Path(chosen).expanduser().resolve())

@@ -181,7 +181,8 @@ def save_tensors(
 
     with replacing(Path(path)) as temporary:
         try:
-            save_file(_own_memory(tensors), temporary, dict(metadata or {}))
+            # An empty dict for metadata makes a file of no tensors unreadable.
+            save_file(_own_memory(tensors), temporary, dict(metadata) if metadata else None)
         except SafetensorError as error:
             # safetensors speaks of a full disk in words only: "... No space left on device (os error 28)".
             if code := re.search(r"os error (\d+)", str(error)):

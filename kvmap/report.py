@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Row = dict[str, Any]
-WIDTH_WITHOUT_TERMINAL = 120
+WIDTH_WITHOUT_TERMINAL = 128
 AVERAGE = "average"  # the task name under which means over tasks stand
 
 
@@ -54,11 +54,11 @@ def _fraction(value: float) -> str:
 
 MEASURES = (
     Measure("accuracy", "accuracy", _fraction),
-    Measure("generated_accuracy", "accuracy, generated", _fraction),
+    Measure("generated_accuracy", "generated", _fraction),
     Measure("perplexity", "perplexity", _three_digits),
-    Measure("context_carried", "context carried", _fraction),
-    Measure("kl_nats", "KL from native (nats)", _fraction),
-    Measure("top1_agreement", "top-1 agreement", _fraction),
+    Measure("context_carried", "carried", _fraction),
+    Measure("kl_nats", "KL, nats", _fraction),
+    Measure("top1_agreement", "top-1 same", _fraction),
 )
 RATIOS = (
     Measure("retention", "retention", _fraction),
@@ -158,47 +158,63 @@ def _seconds(value: float | None) -> str:
 
 
 def _new_table(title: str, columns: Sequence[str], n_left: int = 1) -> Table:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(
+        title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place < n_left else "right")
+        table.add_column(column, justify="left" if place < n_left else "right", overflow="fold")
     return table
 
 
 def _measures_tables(rows: Sequence[Row], width: int) -> list[Table]:
-    """One line an arm, one column a measure and task; as many tables as keep every number whole."""
+    """One line a measure and task, one column an arm; as many tables as keep every number whole."""
     known = {measure.metric for measure in MEASURES}
-    shown = [row for row in rows if row["metric"] in known]
-    arms = arm_order(row["arm"] for row in shown)
-    names = [arm.replace("_", " ") for arm in arms]
-    groups: list[list[tuple[str, list[str]]]] = []
-    room = 0
-    for header, cells in _measure_columns(shown, arms):
-        needed = 3 + max(len(text) for text in [*header.split("\n"), *cells])
-        if not groups or needed > room:
-            groups.append([])
-            room = width - 4 - max(len(name) for name in names)
-        groups[-1].append((header, cells))
-        room -= needed
-    tables = []
-    for place, group in enumerate(groups):
-        title = "Results, continued" if place else "Results (± 1 standard error)"
-        table = _new_table(title, ["arm", *(header for header, _ in group)])
-        for line, name in enumerate(names):
-            table.add_row(name, *(cells[line] for _, cells in group))
+    arms = arm_order(row["arm"] for row in rows if row["metric"] in known)
+    lines = list(_measure_lines(rows, arms))
+    labels = [[line[place] for line in lines] for place in range(3)]
+    edges = 4
+    room = width - edges - sum(max(map(len, column), default=0) + 2 for column in labels)
+    tables: list[Table] = []
+    for group in _fitting(arms, [_column_width(lines, place) for place in range(len(arms))], room):
+        title = "Results, continued" if tables else "Results (± 1 standard error)"
+        headers = (arms[place].replace("_", " ") for place in group)
+        table = _new_table(title, ["", "task", "n", *headers], n_left=2)
+        for line in lines:
+            table.add_row(*line[:3], *(line[3 + place] for place in group), end_section=line[1] == AVERAGE)
         tables.append(table)
     return tables
 
 
-def _measure_columns(rows: Sequence[Row], arms: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
-    """Header (measure, task, count) and a cell for each arm."""
+def _measure_lines(rows: Sequence[Row], arms: Sequence[str]) -> Iterable[list[str]]:
+    """Measure, task, count, and a cell for each arm."""
     for measure in MEASURES:
         of_measure = [row for row in rows if row["metric"] == measure.metric]
-        for task in dict.fromkeys(row["task"] for row in of_measure):
-            by_arm = {row["arm"]: row for row in of_measure if row["task"] == task}
+        for task in dict.fromkeys(str(row["task"]) for row in of_measure):
+            by_arm = {row["arm"]: row for row in of_measure if str(row["task"]) == task}
             cells = [_with_error(by_arm.get(arm), measure.write) for arm in arms]
-            yield f"{measure.title}\n{task}\nn = {count_span(by_arm.values())}", cells
+            yield [measure.title, task, count_span(by_arm.values()), *cells]
+
+
+def _column_width(lines: Sequence[Sequence[str]], place: int) -> int:
+    # An arm's name may wrap between its words, a number may not.
+    return max((len(line[3 + place]) for line in lines), default=0) + 2
+
+
+def _fitting(arms: Sequence[str], widths: Sequence[int], room: int) -> list[list[int]]:
+    """Places of the arms, in groups that fit the room; one arm a group where even that is too wide."""
+    groups: list[list[int]] = []
+    left = 0
+    for place, (arm, width) in enumerate(zip(arms, widths, strict=True)):
+        needed = max(width, *(len(word) + 2 for word in arm.split("_")))
+        if not groups or needed > left:
+            groups.append([])
+            left = room
+        groups[-1].append(place)
+        left -= needed
+    return groups
 
 
 def _with_error(row: Mapping[str, Any] | None, write: Callable[[float], str]) -> str:
@@ -206,7 +222,7 @@ def _with_error(row: Mapping[str, Any] | None, write: Callable[[float], str]) ->
     if row is None or not math.isfinite(value):
         return "–"
     error = number(row.get("standard_error"))
-    return f"{write(value)} ±{write(error)}" if math.isfinite(error) else write(value)
+    return f"{write(value)} ±{write(error).removeprefix('0')}" if math.isfinite(error) else write(value)
 
 
 def _ratios_table(rows: Sequence[Row]) -> Table | None:
@@ -221,11 +237,12 @@ def _ratios_table(rows: Sequence[Row]) -> Table | None:
     title = "Against the native target [95 % interval]"
     table = _new_table(title, ["task", "arm", *(ratio.title for ratio in ratios)], n_left=2)
     for task in dict.fromkeys(row["task"] for row in shown):
+        if task == AVERAGE:
+            table.add_section()
         for arm in arm_order(row["arm"] for row in shown if row["task"] == task):
             found = {row["metric"]: row for row in shown if row["task"] == task and row["arm"] == arm}
             cells = [_with_interval(found.get(ratio.metric), ratio.write) for ratio in ratios]
             table.add_row(str(task), str(arm).replace("_", " "), *cells)
-        table.add_section()
     return table
 
 

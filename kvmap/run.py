@@ -12,6 +12,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from kvmap.config import ConfigError, config_path, register
 from kvmap.errors import KvmapError
@@ -31,11 +32,12 @@ def job(cfg: object) -> None:
 
     from kvmap.config import Config, unknown_keys, validate
 
-    mistakes = [*unknown_keys(OmegaConf.to_container(cfg, resolve=False), Config)]  # type: ignore[arg-type]
+    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False)  # type: ignore[assignment]
+    mistakes = [*unknown_keys(plain, Config)]
     mistakes += [f"{key} is not set; set {key}=<value>" for key in sorted(OmegaConf.missing_keys(cfg))]
     if mistakes:
         raise ConfigError(mistakes)
-    typed: Config = OmegaConf.to_object(cfg)  # type: ignore[assignment,arg-type]
+    typed: Config = OmegaConf.to_object(cfg)  # type: ignore[assignment]
     if mistakes := validate(typed):
         raise ConfigError(mistakes)
     from kvmap.stages import run_stages
@@ -69,7 +71,9 @@ def _guarded(action: Callable[[], object]) -> int:
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
         text = _unknown_option(error) or " ".join(f"{error} {cause or ''}".split())
-        return _complain(f"configuration: {text} (python -m kvmap.run --help lists groups and options)", EXIT_CONFIG)
+        return _complain(
+            f"configuration: {text} (python -m kvmap.run --help lists groups and options)", EXIT_CONFIG
+        )
     except OSError as error:
         name = errno.errorcode.get(error.errno or 0, type(error).__name__)
         return _complain(

@@ -50,7 +50,11 @@ def test_every_shipped_option_composes_and_is_right(option: str) -> None:
 
 def test_the_default_is_the_shipped_family() -> None:
     cfg = composed()
-    assert (cfg.pair.name, cfg.pair.source.id, cfg.pair.target.id) == ("tiny", "zoo:tiny-small", "zoo:tiny-large")
+    assert (cfg.pair.name, cfg.pair.source.id, cfg.pair.target.id) == (
+        "tiny",
+        "zoo:tiny-small",
+        "zoo:tiny-large",
+    )
     assert cfg.study == "tiny"
 
 
@@ -104,14 +108,18 @@ def test_a_mistake_is_named(override: str, named: str) -> None:
 
 
 def test_all_mistakes_come_at_once() -> None:
-    mistakes = validate(composed("mapper.ridge_lambda=-1", "mapper.top_k=0", "stages=[fitt]", "transfer.hold_back=0"))
+    mistakes = validate(
+        composed("mapper.ridge_lambda=-1", "mapper.top_k=0", "stages=[fitt]", "transfer.hold_back=0")
+    )
     assert len(mistakes) == 4
     message = str(ConfigError(mistakes))
     assert message.startswith("4 mistakes")
     assert all(mistake in message for mistake in mistakes)
 
 
-@pytest.mark.parametrize("override", ["mapper.topk=3", "pair=nobody", "mapper.ridge_lambda=abc", "mapper=gbm"])
+@pytest.mark.parametrize(
+    "override", ["mapper.topk=3", "pair=nobody", "mapper.ridge_lambda=abc", "mapper=gbm"]
+)
 def test_hydra_refuses_what_the_schema_does_not_know(override: str) -> None:
     with pytest.raises((HydraException, OmegaConfBaseException)):
         composed(override)
@@ -131,11 +139,20 @@ def test_configuration_knows_nothing_of_torch() -> None:
 
 
 def test_names_in_the_schema_are_those_of_the_code() -> None:
-    from kvmap.evaluation.arms import ARMS
-    from kvmap.mappers import MAPPERS
+    from kvmap import data, tracking
+    from kvmap.evaluation import arms
+    from kvmap.fit import linear, moments, selection, view
+    from kvmap.mappers import mapper_kinds
 
-    assert sorted(config.MAPPER_KINDS) == sorted(MAPPERS)
-    assert config.ARMS == ARMS
+    assert set(config.MAPPER_KINDS) == set(mapper_kinds())
+    assert config.ARMS == arms.ARMS
+    assert config.SUPPORTS == linear.SUPPORTS
+    assert config.SELECTION_RULES == selection.RULES
+    assert config.ROPE_STRATEGIES == view.ROPE_STRATEGIES
+    assert set(config.TEXT_KINDS) == set(data.texts.READERS)
+    assert config.PACKINGS == data.blocks.PACKINGS
+    assert set(config.TRACKING_BACKENDS) == set(tracking.BACKENDS)
+    assert moments.SPLITS == ("fit", "held_out")
 
 
 def test_the_wheel_carries_every_package_and_group() -> None:

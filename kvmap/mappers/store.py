@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from kvmap import __version__
 from kvmap.errors import KvmapError
+from kvmap.files import save_tensors, sha256_file, write_json
 from kvmap.mappers.base import Mapper, MapperMismatch, get_mapper
 
 if TYPE_CHECKING:
@@ -35,8 +34,8 @@ class MapperFileError(KvmapError):
 def save_mapper(mapper: Mapper, folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write `mapper.safetensors` and `manifest.json` into a folder.
 
-    Each file is written under a temporary name, fsynced and renamed; the manifest comes last and carries
-    the checksum of the tensors and of itself, so that any half-written state is refused when read.
+    Each file is written whole or not at all; the manifest comes last and carries the checksum of the tensors
+    and of itself, so that any half-written state is refused when read.
 
     Args:
         mapper: what to save.
@@ -51,10 +50,7 @@ def save_mapper(mapper: Mapper, folder: Path, manifest: Mapping[str, Any]) -> No
     if taken:
         raise MapperFileError(f"manifest keys {taken} are written by save_mapper itself: rename them")
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = _own_storage(mapper.tensors())
-    temporary = folder / f".{TENSORS_NAME}.{os.getpid()}"
-    save_file(tensors, temporary)
+    tensors = mapper.tensors()
     record = {
         **manifest,
         "format": FORMAT,
@@ -62,19 +58,16 @@ def save_mapper(mapper: Mapper, folder: Path, manifest: Mapping[str, Any]) -> No
         "kind": mapper.kind,
         "settings": mapper.settings(),
         "tensors": {name: [str(t.dtype), list(t.shape)] for name, t in tensors.items()},
-        "sha256": _file_digest(temporary),
         "kvmap_version": __version__,
     }
     try:
-        record["checksum"] = _record_digest(record)
-        text = json.dumps(record, indent=1, sort_keys=True)
+        json.dumps(record, allow_nan=False)
     except (TypeError, ValueError) as error:
-        temporary.unlink()
         raise MapperFileError(f"the manifest holds something that JSON cannot: {error}") from error
-    _publish(temporary, folder / TENSORS_NAME)
-    temporary = folder / f".{MANIFEST_NAME}.{os.getpid()}"
-    temporary.write_text(text, encoding="utf-8")
-    _publish(temporary, folder / MANIFEST_NAME)
+    save_tensors(folder / TENSORS_NAME, tensors)
+    record["sha256"] = sha256_file(folder / TENSORS_NAME)
+    record["checksum"] = _record_digest(record)
+    write_json(folder / MANIFEST_NAME, record)
 
 
 def load_mapper(folder: Path, device: str = "cpu") -> tuple[Mapper, dict[str, Any]]:
@@ -91,7 +84,7 @@ def load_mapper(folder: Path, device: str = "cpu") -> tuple[Mapper, dict[str, An
     path = folder / TENSORS_NAME
     if not path.is_file():
         raise MapperFileError(f"{path} is missing: the mapper was not written to its end; fit it again")
-    if _file_digest(path) != record["sha256"]:
+    if sha256_file(path) != record["sha256"]:
         raise MapperFileError(
             f"{path} does not have the checksum its manifest names: it was cut or changed; fit it again"
         )
@@ -149,36 +142,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if record.get("checksum") != _record_digest(record):
         raise MapperFileError(f"{path} was changed after it was written; fit the mapper again")
     return record
-
-
-def _own_storage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors that share no memory: safetensors writes neither views nor aliases right."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        whole = tensor.detach().cpu().contiguous()
-        address = whole.untyped_storage().data_ptr()
-        alone = whole.untyped_storage().nbytes() == whole.numel() * whole.element_size()
-        result[name] = whole if alone and address not in seen else whole.clone()
-        seen.add(address)
-    return result
-
-
-def _publish(temporary: Path, final: Path) -> None:
-    """Force a written file to the disk, then give it its name."""
-    with temporary.open("rb") as handle:
-        os.fsync(handle.fileno())
-    os.replace(temporary, final)
-    descriptor = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def _record_digest(record: Mapping[str, Any]) -> str:

@@ -1,0 +1,87 @@
+"""The ordered stages. Each asks `Context` for artifacts, and writes metrics, tables and figures.
+
+Artifacts are made when first asked for: `stages=[evaluate]` alone calibrates and fits if no run has, and a
+run whose stage fails keeps what the stages before it finished.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvmap.config import STAGES, Config
+from kvmap.tracking import Run
+
+if TYPE_CHECKING:
+    from kvmap.stages.context import Context
+
+
+def run_stages(cfg: Config, directory: str | Path) -> None:
+    """Run the stages that `cfg.stages` names, in their fixed order, into one run directory.
+
+    Prints the table of results and, last, `run: <directory>`, also where a stage fails.
+
+    Raises:
+        KvmapError: the first thing that cannot be; what was finished before it is kept.
+    """
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from kvmap.report import print_summary
+    from kvmap.stages import plan
+    from kvmap.stages.context import Context
+
+    logging.captureWarnings(True)
+    warnings.simplefilter("default")
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    if cfg.threads is not None:
+        torch.set_num_threads(cfg.threads)
+    torch.manual_seed(cfg.seed)
+    run = Run(
+        Path(directory),
+        cfg.study,
+        asdict(cfg),
+        cfg.tracking.backend,
+        seeds=_seeds(cfg),
+        wandb_project=cfg.tracking.project,
+        wandb_seconds=cfg.tracking.finish_timeout_s,
+    )
+    try:
+        with run:
+            ctx = Context(cfg, run)
+            plan.check(ctx)
+            for name in STAGES:
+                if name in cfg.stages:
+                    with run.stage(name):
+                        _stage(name)(ctx)
+        print_summary(run.directory)
+    finally:
+        print(f"run: {run.directory}", flush=True)
+
+
+def _stage(name: str) -> Callable[[Context], None]:
+    """The stage's function; imported now, so that `stages=[plan]` does not wait for what evaluation needs."""
+    from importlib import import_module
+
+    stage: Callable[[Context], None] = import_module(f"kvmap.stages.{name}").run
+    return stage
+
+
+def _seeds(cfg: Config) -> dict[str, int]:
+    return {
+        "run": cfg.seed,
+        "mapper": cfg.mapper.seed,
+        "calibration_text": cfg.calibration.data.seed,
+        "calibration_split": cfg.calibration.seed,
+        "world_items": cfg.evaluation.world.seed,
+        "jsonl_items": cfg.evaluation.jsonl.seed,
+        "perplexity_text": cfg.evaluation.perplexity.data.seed,
+        "bootstrap": cfg.evaluation.seed,
+        "benchmark": cfg.benchmark.seed,
+    }

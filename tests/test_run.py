@@ -1,0 +1,221 @@
+"""The command line, as a user meets it: a whole run, and one clear message for everything that goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvmap import run as cli
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+Answer = tuple[int, str, str]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
+    """Runs `python -m kvmap.run experiment=debug ...` in this process: exit status, stdout, stderr."""
+
+    def run(*overrides: str) -> Answer:
+        from hydra.core.global_hydra import GlobalHydra
+
+        GlobalHydra.instance().clear()
+        monkeypatch.setattr(sys, "argv", ["kvmap.run", *overrides])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(stop.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def shared_outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One outputs folder for the module, so that its artifacts are made once."""
+    return tmp_path_factory.mktemp("outputs")
+
+
+def run_directory(out: str) -> Path:
+    """The directory that the last line of a run names."""
+    last = out.strip().splitlines()[-1]
+    assert last.startswith("run: ")
+    return Path(last.removeprefix("run: "))
+
+
+def test_the_whole_chain(call: Callable[..., Answer], shared_outputs: Path) -> None:
+    status, out, err = call(f"outputs={shared_outputs}")
+    assert status == 0, err
+    directory = run_directory(out)
+    record = json.loads((directory / "run.json").read_text())
+    assert record["status"] == "done"
+    assert list(record["stages"]) == [
+        "plan",
+        "calibrate",
+        "fit",
+        "diagnose",
+        "evaluate",
+        "benchmark",
+        "report",
+    ]
+    metrics = json.loads((directory / "metrics.json").read_text())
+    arms = {key.split("/")[2] for key in metrics if key.startswith("evaluate/perplexity/")}
+    assert {"target", "source", "mapped", "bias_only", "random", "no_context"} <= arms
+    assert metrics["evaluate/perplexity/target/kl_nats"]["value"] == 0
+    tables = {path.stem for path in (directory / "tables").glob("*.csv")}
+    assert {
+        "plan",
+        "selection",
+        "r2",
+        "probes",
+        "arms",
+        "items",
+        "sequences",
+        "latency",
+        "transport",
+    } <= tables
+    assert {path.stem for path in (directory / "figures").glob("*.png")} >= {
+        "r2",
+        "accuracy",
+        "perplexity",
+        "latency",
+    }
+    assert "mapped" in out
+
+
+def test_a_second_run_reuses_the_moments_and_another_lambda_refits(
+    call: Callable[..., Answer], shared_outputs: Path
+) -> None:
+    common = (f"outputs={shared_outputs}", "stages=[calibrate,fit]")
+    call(*common)
+    for override, mapper_reused in (("mapper.ridge_lambda=0.01", 1.0), ("mapper.ridge_lambda=0.5", 0.0)):
+        status, out, _ = call(*common, override)
+        metrics = json.loads((run_directory(out) / "metrics.json").read_text())
+        assert status == 0
+        assert metrics["calibrate/moments/all/reused"]["value"] == 1.0
+        assert metrics["fit/mapper/all/reused"]["value"] == mapper_reused
+
+
+def test_the_identity_pair_equals_the_native_target(
+    call: Callable[..., Answer], shared_outputs: Path
+) -> None:
+    overrides = (f"outputs={shared_outputs}", "pair=tiny_self", "mapper=identity")
+    status, out, err = call(*overrides, "stages=[evaluate]", "evaluation.arms=[target,mapped]")
+    assert status == 0, err
+    metrics = json.loads((run_directory(out) / "metrics.json").read_text())
+    # float32 through one GEMM-free path: only the order of attention sums differs
+    assert metrics["evaluate/perplexity/mapped/kl_nats"]["value"] == pytest.approx(0, abs=1e-6)
+    assert metrics["evaluate/perplexity/mapped/top1_agreement"]["value"] == 1.0
+
+
+@pytest.mark.parametrize("overrides", [("direction=down",), ("pair=tiny_unmatched", "mapper=head_local")])
+def test_other_ways_to_pair(
+    call: Callable[..., Answer],
+    shared_outputs: Path,
+    overrides: tuple[str, ...],
+) -> None:
+    stages = "stages=[plan,calibrate,fit,diagnose,evaluate]"
+    status, out, err = call(f"outputs={shared_outputs}", stages, *overrides)
+    assert status == 0, err
+    assert (run_directory(out) / "tables" / "arms.csv").is_file()
+
+
+BAD_INPUT = {
+    ("pair=tinny",): "Did you mean pair=tiny?",
+    ("mapper=liner",): "Did you mean mapper=linear?",
+    ("mapper.topk=3",): "topk",
+    ("+mapper.topk=3",): "mapper.topk: nothing reads this key",
+    ("mapper.ridge_lambda=-1", "mapper.top_k=0"): "2 mistakes",
+    ("mapper.top_k=99",): "mapper.top_k=99: the source has",
+    ("pair=custom", "pair.source.id=/no/such/folder", "pair.target.id=zoo:tiny-large"): "/no/such/folder",
+    ("pair=custom", "pair.source.id=zoo:tiny-smal", "pair.target.id=zoo:tiny-large"): "tiny-small",
+    ("pair.source.geometry.n_layers=99",): "pair.source.geometry.n_layers=99",
+    ("calibration=jsonl", "calibration.data.path=/no/such/file.jsonl"): "/no/such/file.jsonl",
+    ("mapper.top_k=2", "calibration.n_sequences=2", "calibration.sequence_length=32"): "calibration rows",
+}
+
+
+@pytest.mark.parametrize("overrides", BAD_INPUT)
+def test_bad_input_gets_one_message_and_a_status(
+    call: Callable[..., Answer],
+    shared_outputs: Path,
+    overrides: tuple[str, ...],
+) -> None:
+    status, _, err = call(f"outputs={shared_outputs}", "stages=[plan,fit]", *overrides)
+    assert status != 0
+    assert BAD_INPUT[overrides] in err
+    assert err.count("kvmap: ") == 1
+    assert "Traceback" not in err
+
+
+def test_an_empty_corpus_is_refused(call: Callable[..., Answer], tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    data = ("calibration=jsonl", f"calibration.data.path={tmp_path / 'empty.jsonl'}")
+    status, _, err = call(f"outputs={tmp_path}", "stages=[fit]", *data)
+    assert status == 1
+    assert "0" in err
+    assert "Traceback" not in err
+
+
+def test_outputs_that_cannot_be_written(call: Callable[..., Answer], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    status, _, err = call(f"outputs={tmp_path / 'file' / 'below'}")
+    assert status == 1
+    assert "set outputs=" in err
+
+
+def test_an_altered_mapper_is_set_aside_and_made_again(
+    call: Callable[..., Answer], shared_outputs: Path
+) -> None:
+    common = (f"outputs={shared_outputs}", "stages=[fit]", "mapper.ridge_lambda=0.25")
+    call(*common)
+    newest = max((shared_outputs / "artifacts" / "mapper").glob("*/"), key=lambda path: path.stat().st_mtime)
+    file = newest / "mapper.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    status, out, err = call(*common)
+    assert status == 0, err
+    metrics = json.loads((run_directory(out) / "metrics.json").read_text())
+    assert metrics["fit/mapper/all/reused"]["value"] == 0.0
+    assert list(newest.parent.glob(f"{newest.name}.corrupt-*"))
+
+
+def test_interrupt_keeps_what_was_finished(tmp_path: Path) -> None:
+    """Ctrl-C while the evaluation runs: status 130, moments and mapper are there, the record says so."""
+    command = [sys.executable, "-m", "kvmap.run", "experiment=debug", f"outputs={tmp_path}"]
+    command += ["evaluation.world.n_per_kind=2000", "evaluation.batch_size=2", "tracking=none"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path)
+    deadline = time.monotonic() + 90
+    while not list(tmp_path.glob("debug/*/tables/items.csv")):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == cli.EXIT_INTERRUPTED
+    assert "interrupted; what was finished is kept" in err
+    assert "Traceback" not in err
+    (record,) = tmp_path.glob("debug/*/run.json")
+    content = json.loads(record.read_text())
+    assert (content["status"], content["error"]) == ("failed", "interrupted")
+    assert content["stages"]["fit"]["status"] == "done"
+    assert list((tmp_path / "artifacts" / "mapper").glob("*/manifest.json"))
+
+
+def test_it_runs_from_any_working_directory(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvmap.run", "experiment=debug", "stages=[plan]"]
+    environment = {**os.environ, "KVMAP_OUTPUTS": str(tmp_path / "here")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert run_directory(done.stdout).parent == tmp_path / "here" / "debug"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here"]
