@@ -17,12 +17,12 @@ run: .venv/.installed  ## run the experiment; ARGS="pair=... mapper=..." are pas
 	$(BIN)/python -m kvmap.run $(ARGS)
 
 test: .venv/.installed-test  ## run the tests; ARGS are passed on to pytest
-	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-oldest: $(OLDEST)/.installed  ## run the tests of the core with the oldest supported transformers
 	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -c \
 		'import transformers; print("transformers", transformers.__version__)'
-	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -m pytest $(OLDEST_TESTS)
+	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -m pytest -n 2 --dist loadfile $(OLDEST_TESTS)
 
 lint: .venv/.installed-dev  ## check style, form and types
 	$(BIN)/ruff check .

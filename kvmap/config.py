@@ -29,7 +29,8 @@ ROPE_STRATEGIES = ("strip", "coupled", "no_rerotate")
 TEXT_KINDS = ("world", "jsonl", "text", "hf")
 PACKINGS = ("document", "packed")
 ARMS = ("target", "source", "mapped", "bias_only", "raw", "random", "no_context")
-REQUIRED_ARMS = ("target", "mapped")
+REQUIRED_ARMS = ("target", "mapped", "no_context")
+WORLD_KINDS = ("where", "colour", "holder", "two_hop", "moved", "count")
 TRACKING_BACKENDS = ("wandb", "wandb_online", "none")
 
 
@@ -295,7 +296,7 @@ def _choices(cfg: Config) -> Iterator[str]:
             yield f"{key}={list(values)}: a name stands twice; name each once"
     for arm in REQUIRED_ARMS:
         if arm not in cfg.evaluation.arms:
-            yield f"evaluation.arms={list(cfg.evaluation.arms)}: {arm!r} is needed; add it"
+            yield f"evaluation.arms={list(cfg.evaluation.arms)}: {arm!r} is always needed; add it"
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
@@ -334,8 +335,9 @@ def _ranges(cfg: Config) -> Iterator[str]:
             f"calibration.held_out_share={calibration.held_out_share}: expected a share between 0 and 1, "
             "both excluded; 0.2 holds out a fifth of the sequences"
         )
-    if not benchmark.lengths or min(benchmark.lengths) < 2:
-        yield f"benchmark.lengths={list(benchmark.lengths)}: expected at least one length, each 2 or more"
+    if not benchmark.lengths:
+        yield f"benchmark.lengths={list(benchmark.lengths)}: expected at least one length"
+    yield from _nothing_mapped(cfg)
     if cfg.transfer.native_head >= calibration.sequence_length > 1:
         yield (
             f"transfer.native_head={cfg.transfer.native_head}: leaves no calibration rows in sequences of "
@@ -343,7 +345,36 @@ def _ranges(cfg: Config) -> Iterator[str]:
         )
 
 
+def _nothing_mapped(cfg: Config) -> Iterator[str]:
+    """Contexts so short that the target reads them whole: the mapped arm would be the target's own."""
+    own = cfg.transfer.native_head + cfg.transfer.hold_back
+    lengths = {"benchmark.lengths": (min(cfg.benchmark.lengths, default=own + 1), "benchmark" in cfg.stages)}
+    perplexity = cfg.evaluation.perplexity
+    asked = "evaluate" in cfg.stages and perplexity.n_sequences > 0
+    lengths["evaluation.perplexity.prefix_tokens"] = (perplexity.prefix_tokens, asked)
+    for key, (length, used) in lengths.items():
+        if used and length <= own:
+            yield (
+                f"{key}={length}: nothing would be mapped, since transfer.native_head + transfer.hold_back = "
+                f"{own} covers it; expected more than {own}"
+            )
+
+
 def _names(cfg: Config) -> Iterator[str]:
+    world, jsonl = cfg.evaluation.world, cfg.evaluation.jsonl
+    yield from (
+        _unknown("evaluation.world.kinds", kind, WORLD_KINDS)
+        for kind in world.kinds or ()
+        if kind not in WORLD_KINDS
+    )
+    for path in jsonl.paths:
+        if not Path(path).expanduser().is_file():
+            yield f"evaluation.jsonl.paths: no file {path}; expected a file of JSON lines"
+    if "benchmark" in cfg.stages and (cfg.calibration.sequential or cfg.evaluation.sequential):
+        yield (
+            "stages names benchmark, which holds both models in memory, beside calibration.sequential or "
+            "evaluation.sequential; leave the stage out or both settings false"
+        )
     if not cfg.study or any(part in cfg.study for part in ("/", "\\", "..")):
         yield f"study={cfg.study!r}: expected a plain folder name without slashes"
     for role, model in (("source", cfg.pair.source), ("target", cfg.pair.target)):

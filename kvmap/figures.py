@@ -223,7 +223,7 @@ def latency_lines(rows: Rows) -> Figure:
         rows: `{length (tokens), arm, p20_ms, p50_ms, p80_ms}` and, where known, `n_repeats, device, dtype`.
     """
     import matplotlib as mpl
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogFormatter, NullFormatter
 
     table = sorted(records(rows), key=lambda row: int(row["length"]))
     present = list(dict.fromkeys(row["arm"] for row in table))
@@ -241,6 +241,8 @@ def latency_lines(rows: Rows) -> Figure:
             axis.fill_between(lengths, low, high, color=colour, alpha=0.25, linewidth=0)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(LogFormatter())
+        axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.2, 0.4)))
         axis.set_xticks(sorted({int(row["length"]) for row in table}))
         axis.xaxis.set_major_formatter(FuncFormatter(_tokens))
         axis.xaxis.set_minor_formatter(NullFormatter())

@@ -12,6 +12,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kvmap.config import ConfigError, config_path, register
@@ -40,9 +41,17 @@ def job(cfg: object) -> None:
     typed: Config = OmegaConf.to_object(cfg)  # type: ignore[assignment]
     if mistakes := validate(typed):
         raise ConfigError(mistakes)
+    from hydra.types import RunMode
+
+    from kvmap.report import write_sweep_summary
     from kvmap.stages import run_stages
 
-    run_stages(typed, HydraConfig.get().runtime.output_dir)
+    hydra = HydraConfig.get()
+    try:
+        run_stages(typed, hydra.runtime.output_dir)
+    finally:
+        if hydra.mode == RunMode.MULTIRUN:
+            write_sweep_summary(Path(hydra.sweep.dir))
 
 
 def _unknown_option(error: Exception) -> str | None:

@@ -91,6 +91,8 @@ class Run:
         argv: Command line; `sys.argv` where None.
         seeds: Every seed, by what it seeds.
         wandb_project: Name of the W&B project.
+        wandb_entity: User or team that owns the project; None: W&B's default.
+        wandb_group: W&B group; the study where None.
         wandb_seconds: Longest wait for any W&B call.
 
     Raises:
@@ -107,6 +109,8 @@ class Run:
         argv: Sequence[str] | None = None,
         seeds: Mapping[str, int] | None = None,
         wandb_project: str = "kvmap",
+        wandb_entity: str | None = None,
+        wandb_group: str | None = None,
         wandb_seconds: float = 30.0,
     ) -> None:
         if backend not in BACKENDS:
@@ -118,7 +122,12 @@ class Run:
         self.metrics: dict[str, Metric] = {}
         self._argv = list(sys.argv if argv is None else argv)
         self._seeds = dict(seeds or {})
-        self._wandb_project, self._wandb_seconds = wandb_project, wandb_seconds
+        self._wandb: dict[str, Any] = {
+            "project": wandb_project,
+            "entity": wandb_entity,
+            "group": wandb_group,
+            "seconds": wandb_seconds,
+        }
         self._mirror: WandbMirror | None = None
         self._record: dict[str, Any] = {}
         self._tables: dict[str, tuple[list[str], list[Mapping[str, Any]]]] = {}
@@ -139,8 +148,7 @@ class Run:
                 self.study,
                 self.config,
                 online=self.backend == "wandb_online",
-                project=self._wandb_project,
-                seconds=self._wandb_seconds,
+                **self._wandb,
             )
             self._record["wandb"] = {"id": self._mirror.id, "mode": self._mirror.mode}
             self._write_record()

@@ -24,10 +24,12 @@ class WandbMirror:
 
     Args:
         directory: The run directory; W&B keeps its files in `wandb/` below it.
-        study: Group of the run.
+        study: Group of the run, where `group` is None, and part of its name.
         config: What the run was asked to do.
         online: False: write files only, to be sent later with `wandb sync`. True: send while running.
         project: Name of the W&B project.
+        entity: User or team that owns it; None: W&B's default.
+        group: Group of the run.
         seconds: Longest time any one call may take.
     """
 
@@ -39,6 +41,8 @@ class WandbMirror:
         *,
         online: bool,
         project: str = "kvmap",
+        entity: str | None = None,
+        group: str | None = None,
         seconds: float = 30.0,
     ) -> None:
         self.id = secrets.token_hex(4)
@@ -46,9 +50,12 @@ class WandbMirror:
         self._seconds = seconds
         self._run: Any = None
         self._dead = False
-        self._call("start", lambda: self._start(directory, study, config, project), seconds)
+        where = {"project": project, "entity": entity, "group": group or study}
+        self._call("start", lambda: self._start(directory, study, config, where), seconds)
 
-    def _start(self, directory: Path, study: str, config: Mapping[str, Any], project: str) -> None:
+    def _start(
+        self, directory: Path, study: str, config: Mapping[str, Any], where: Mapping[str, Any]
+    ) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else W&B looks up its error service
         import wandb
 
@@ -62,8 +69,7 @@ class WandbMirror:
             finish_timeout=self._seconds,
         )
         self._run = wandb.init(
-            project=project,
-            group=study,
+            **where,
             name=f"{study}/{directory.name}",
             id=self.id,
             resume="never",

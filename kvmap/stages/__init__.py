@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +36,6 @@ def run_stages(cfg: Config, directory: str | Path) -> None:
     from kvmap.stages.context import Context
 
     logging.captureWarnings(True)
-    warnings.simplefilter("default")
     if not sys.stderr.isatty():
         disable_progress_bar()
     if cfg.threads is not None:
@@ -50,6 +48,8 @@ def run_stages(cfg: Config, directory: str | Path) -> None:
         cfg.tracking.backend,
         seeds=_seeds(cfg),
         wandb_project=cfg.tracking.project,
+        wandb_entity=cfg.tracking.entity,
+        wandb_group=cfg.tracking.group,
         wandb_seconds=cfg.tracking.finish_timeout_s,
     )
     try:
@@ -60,8 +60,9 @@ def run_stages(cfg: Config, directory: str | Path) -> None:
                 if name in cfg.stages:
                     with run.stage(name):
                         _stage(name)(ctx)
-        print_summary(run.directory)
     finally:
+        if (run.directory / "run.json").is_file():
+            print_summary(run.directory)
         print(f"run: {run.directory}", flush=True)
 
 

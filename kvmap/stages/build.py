@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from kvmap.config import Config
 from kvmap.errors import KvmapError
 from kvmap.fit.linear import LinearWeights, fit_linear
 from kvmap.fit.selection import select_layers
@@ -13,6 +15,24 @@ from kvmap.mappers import BiasOnlyMapper, IdentityMapper, LinearMapper, Mapper, 
 from kvmap.stages.context import Context
 
 CONTROLS = ("bias_only", "raw", "random")
+
+
+def content_settings(cfg: Config, n_source_layers: int) -> dict[str, Any]:
+    """The settings that determine a mapper's content; two runs that agree in these share one mapper."""
+    mapper, rule = cfg.mapper, cfg.selection.rule
+    settings: dict[str, Any] = {"kind": mapper.kind}
+    if mapper.kind in ("linear", "random"):
+        top_k = n_source_layers if mapper.top_k == "all" or rule == "all" else mapper.top_k
+        settings |= {
+            "support": mapper.support,
+            "top_k": top_k,
+            "rule": "all" if top_k == n_source_layers else rule,
+            "ridge_lambda": mapper.ridge_lambda,
+            "dtype": mapper.dtype,
+        }
+    if mapper.kind == "random":
+        settings["seed"] = mapper.seed
+    return settings
 
 
 def build_mapper(ctx: Context, kind: str) -> Mapper:

@@ -11,7 +11,7 @@ from kvmap.artifacts import Artifact, ArtifactStore
 from kvmap.config import Config, ModelConfig, TextConfig
 from kvmap.data import TextSpec, TokenBlocks, read_texts, token_blocks
 from kvmap.files import load_tensors, read_json, save_tensors, write_json
-from kvmap.models.pair import ModelPair, ModelSpec
+from kvmap.models.pair import ModelNotFound, ModelPair, ModelSpec, read_geometry
 from kvmap.tracking import Run
 from kvmap.transfer import TransferOptions
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvmap.fit.moments import PairMoments
     from kvmap.fit.selection import ProbeResult
     from kvmap.mappers import Mapper
+    from kvmap.models.geometry import Geometry
 
 MOMENTS, MAPPER = "moments", "mapper"
 
@@ -46,6 +47,27 @@ class Context:
         self.options = TransferOptions(
             hold_back=cfg.transfer.hold_back, native_head=cfg.transfer.native_head, rope=cfg.rope.strategy
         )
+
+    @cached_property
+    def geometries(self) -> dict[str, Geometry | None]:
+        """Both models' geometry from their configs.
+
+        None for a model whose config cannot be had, where nothing but a plan is asked and the pair file
+        states the facts a plan needs.
+        """
+        return {role: self._geometry(role) for role in ("source", "target")}
+
+    def _geometry(self, role: str) -> Geometry | None:
+        facts = self.models[role].geometry
+        try:
+            return read_geometry(self.specs[role])
+        except ModelNotFound:
+            if set(self.cfg.stages) - {"plan", "report"} or None in asdict(facts).values():
+                raise
+            self.run.note(
+                geometry={role: "as the pair file states it; the model's own config was out of reach"}
+            )
+            return None
 
     @cached_property
     def tokens(self) -> TokenBlocks:
@@ -132,12 +154,12 @@ class Context:
     @cached_property
     def mapper_artifact(self) -> Artifact:
         """The mapper in the store, fitted now if no run has done so before."""
-        settings = self.cfg.mapper
+        from kvmap.stages.build import content_settings
+
         spec = {
             "moments": self.moments_spec,
             "rope": self.cfg.rope.strategy,
-            "mapper": {**asdict(settings), "top_k": str(settings.top_k)},
-            "selection": asdict(self.cfg.selection),
+            "mapper": content_settings(self.cfg, len(self.pair.source_geometry.layers)),
         }
         return self.store.get_or_build(MAPPER, spec, self._build_mapper)
 

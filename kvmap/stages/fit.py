@@ -7,17 +7,22 @@ from kvmap.stages.context import Context
 
 
 def run(ctx: Context) -> None:
-    """Make or find the mapper; log its size, selection and every fallback its solver took."""
+    """Make or find the mapper; log its size, its selection and every fallback its solver took."""
     mapper, artifact = ctx.mapper, ctx.mapper_artifact
+    settings = mapper.settings()
+    fallbacks = settings.get("fallbacks", [])
     ctx.run.log(
         {
             "fit/mapper/all/n_weights": Metric(mapper.n_weights),
             "fit/mapper/all/weights_bytes": Metric(mapper.nbytes),
+            "fit/mapper/all/n_fallbacks": Metric(len(fallbacks)),
             "fit/mapper/all/reused": Metric(float(not artifact.built)),
         }
     )
-    selection = mapper.settings().get("selection")
-    if selection is not None:
+    if fallbacks:
+        columns = ("kind", "target_layer", "head", "rank")
+        ctx.run.table("fallbacks", [dict(zip(columns, row, strict=True)) for row in fallbacks])
+    if (selection := settings.get("selection")) is not None:
         rows = [
             {"target_layer": layer, "source_layers": " ".join(map(str, chosen))}
             for layer, chosen in enumerate(selection)

@@ -6,18 +6,17 @@ It loads no weights. Everything that configs can already tell to be wrong is sai
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from kvmap.config import ConfigError
 from kvmap.errors import KvmapError
 from kvmap.fit.moments import CacheShape, geometry_shape, moments_bytes
+from kvmap.mappers.linear import linear_weight_count
 from kvmap.metrics import Metric
-from kvmap.models.geometry import Geometry
-from kvmap.models.pair import ModelNotFound, read_geometry
 from kvmap.stages.context import Context
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-LOADING_STAGES = {"calibrate", "fit", "diagnose", "evaluate", "benchmark"}
 
 
 def check(ctx: Context) -> None:
@@ -27,44 +26,37 @@ def check(ctx: Context) -> None:
         ConfigError: every setting that the two models' geometry contradicts.
         KvmapError: a model that is missing or unsupported, or tokenizers that differ.
     """
-    geometries = {role: _geometry(ctx, role) for role in ("source", "target")}
-    mistakes = [*_geometry_mistakes(ctx, geometries), *_length_mistakes(ctx, geometries)]
+    mistakes = [*_geometry_mistakes(ctx), *_length_mistakes(ctx), *_row_mistakes(ctx)]
     if mistakes:
         raise ConfigError(mistakes)
-    if LOADING_STAGES & set(ctx.cfg.stages):
+    if set(ctx.cfg.stages) - {"plan", "report"}:
         ctx.pair.check()
+        identities = {"source": ctx.pair.source_identity, "target": ctx.pair.target_identity}
+        ctx.run.note(
+            models={
+                role: {**asdict(identity), "revision": ctx.specs[role].revision}
+                for role, identity in identities.items()
+            }
+        )
 
 
 def run(ctx: Context) -> None:
     """Log geometry, bytes and sizes, as metrics and as `tables/plan.csv`."""
-    shapes = {role: _shape(ctx, role) for role in ("source", "target")}
-    rows: list[dict[str, Any]] = [*_cache_rows(ctx, shapes), *_mapper_rows(ctx, shapes)]
+    rows: list[dict[str, Any]] = [*_cache_rows(ctx), *_mapper_rows(ctx)]
     ctx.run.table("plan", rows)
-    ctx.run.log({f"plan/{row['part']}/{row['quantity']}": Metric(row["value"]) for row in rows})
-
-
-def _geometry(ctx: Context, role: str) -> Geometry | None:
-    """The model's geometry; None where a plan must do with the facts in the pair file."""
-    facts = ctx.models[role].geometry
-    try:
-        return read_geometry(ctx.specs[role])
-    except ModelNotFound:
-        if LOADING_STAGES & set(ctx.cfg.stages) or None in (facts.n_layers, facts.n_kv_heads, facts.head_dim):
-            raise
-        ctx.run.note(geometry={role: "from the pair file; the hub was not reached"})
-        return None
+    ctx.run.log({f"plan/model/{row['part']}/{row['quantity']}": Metric(row["value"]) for row in rows})
 
 
 def _shape(ctx: Context, role: str) -> CacheShape:
-    geometry = _geometry(ctx, role)
+    geometry = ctx.geometries[role]
     if geometry is not None:
         return geometry_shape(geometry)
     facts = ctx.models[role].geometry
     return ((facts.n_kv_heads or 0, facts.head_dim or 0),) * (facts.n_layers or 0)
 
 
-def _geometry_mistakes(ctx: Context, geometries: dict[str, Geometry | None]) -> Iterator[str]:
-    for role, geometry in geometries.items():
+def _geometry_mistakes(ctx: Context) -> Iterator[str]:
+    for role, geometry in ctx.geometries.items():
         facts = ctx.models[role].geometry
         for name in ("n_layers", "n_kv_heads", "head_dim"):
             said = getattr(facts, name)
@@ -80,56 +72,87 @@ def _geometry_mistakes(ctx: Context, geometries: dict[str, Geometry | None]) -> 
         yield f"mapper.top_k={top_k}: the source has {n_layers} layers; expected 1 to {n_layers}, or 'all'"
 
 
-def _length_mistakes(ctx: Context, geometries: dict[str, Geometry | None]) -> Iterator[str]:
+def _length_mistakes(ctx: Context) -> Iterator[str]:
+    """Lengths that a window or the model's number of positions does not allow."""
     perplexity, benchmark = ctx.cfg.evaluation.perplexity, ctx.cfg.benchmark
     lengths = {"calibration.sequence_length": ctx.cfg.calibration.sequence_length}
     if "evaluate" in ctx.cfg.stages and perplexity.n_sequences:
         total = perplexity.prefix_tokens + perplexity.continuation_tokens
         lengths["evaluation.perplexity.prefix_tokens + continuation_tokens"] = total
     if "benchmark" in ctx.cfg.stages:
-        lengths["benchmark.lengths"] = max(benchmark.lengths)
-    for role, geometry in geometries.items():
-        if geometry is None:
-            continue
+        lengths["benchmark.lengths (and the token after)"] = max(benchmark.lengths) + 1
+    for role, geometry in ctx.geometries.items():
         for key, length in lengths.items():
+            if geometry is None:
+                continue
             try:
                 geometry.check_length(length)
             except KvmapError as error:
                 yield f"{key}={length}: {role} {error}"
+            if length > geometry.max_positions:
+                yield (
+                    f"{key}={length}: the {role}, {ctx.models[role].id}, has "
+                    f"{geometry.max_positions} positions; shorten it"
+                )
 
 
-def _cache_rows(ctx: Context, shapes: dict[str, CacheShape]) -> Iterator[dict[str, Any]]:
-    for role, shape in shapes.items():
+def _row_mistakes(ctx: Context) -> Iterator[str]:
+    """Calibrations that the fit would refuse only after they are paid for."""
+    if not set(ctx.cfg.stages) - {"plan", "report", "calibrate"} or ctx.cfg.mapper.kind != "linear":
+        return
+    n_rows, n_features = _n_rows(ctx), _n_features(ctx)
+    if n_rows <= n_features and not ctx.cfg.mapper.allow_few_rows:
+        yield (
+            f"calibration.n_sequences={ctx.cfg.calibration.n_sequences}: gives about {n_rows:,} rows "
+            f"for {n_features:,} features; expected more than {n_features:,}, better {2 * n_features:,}. "
+            "Raise it, lower mapper.top_k, take mapper=head_local, or set mapper.allow_few_rows=true"
+        )
+
+
+def _top_k(ctx: Context) -> int:
+    n_layers, top_k = len(_shape(ctx, "source")), ctx.cfg.mapper.top_k
+    return n_layers if top_k == "all" or ctx.cfg.selection.rule == "all" else int(top_k)
+
+
+def _n_features(ctx: Context) -> int:
+    """p: k H_s d_s, or k d_s where a head reads one head of each layer."""
+    n_heads, head_dim = _shape(ctx, "source")[0]
+    return _top_k(ctx) * head_dim * (n_heads if ctx.cfg.mapper.support == "full_head" else 1)
+
+
+def _n_rows(ctx: Context) -> int:
+    """N of the fit split: sequences times the tokens that each contributes."""
+    calibration = ctx.cfg.calibration
+    tokens = calibration.sequence_length - ctx.cfg.transfer.native_head
+    n_held_out = max(1, round(calibration.n_sequences * calibration.held_out_share))
+    return (calibration.n_sequences - n_held_out) * -(-tokens // calibration.token_stride)
+
+
+def _cache_rows(ctx: Context) -> Iterator[dict[str, Any]]:
+    for role in ("source", "target"):
+        shape = _shape(ctx, role)
         channels = sum(n_heads * head_dim for n_heads, head_dim in shape)
-        dtype = ctx.models[role].dtype
         facts = {
             "n_layers": len(shape),
             "n_kv_heads": shape[0][0],
             "head_dim": shape[0][1],
-            "kv_bytes_per_token": 2 * channels * BYTES.get(dtype, 2),
+            "kv_bytes_per_token": 2 * channels * BYTES.get(ctx.models[role].dtype, 2),
         }
         for quantity, value in facts.items():
             yield {"part": role, "quantity": quantity, "value": value}
 
 
-def _mapper_rows(ctx: Context, shapes: dict[str, CacheShape]) -> Iterator[dict[str, Any]]:
-    source, target, settings = shapes["source"], shapes["target"], ctx.cfg.mapper
-    calibration, native_head = ctx.cfg.calibration, ctx.cfg.transfer.native_head
-    everything = settings.top_k == "all" or ctx.cfg.selection.rule == "all"
-    k = len(source) if everything else settings.top_k
-    heads = source[0][0] if settings.support == "full_head" else 1
-    p = k * heads * source[0][1]
-    outputs = 2 * sum(n_heads * head_dim for n_heads, head_dim in target)
-    n_weights = p * outputs if settings.kind == "linear" else 0
-    per_sequence = -(-(calibration.sequence_length - native_head) // calibration.token_stride)
-    n_rows = int(calibration.n_sequences * (1 - calibration.held_out_share)) * per_sequence
+def _mapper_rows(ctx: Context) -> Iterator[dict[str, Any]]:
+    source, target, settings = _shape(ctx, "source"), _shape(ctx, "target"), ctx.cfg.mapper
+    fitted = settings.kind in ("linear", "random")
+    n_weights = linear_weight_count(source, target, _top_k(ctx), settings.support) if fitted else 0
     facts = {
-        ("mapper", "top_k"): k,
-        ("mapper", "n_features"): p,
+        ("mapper", "top_k"): _top_k(ctx),
+        ("mapper", "n_features"): _n_features(ctx),
         ("mapper", "n_weights"): n_weights,
         ("mapper", "weights_bytes"): n_weights * BYTES[settings.dtype],
-        ("calibration", "n_rows"): n_rows,
-        ("calibration", "rows_per_feature"): n_rows / p,
+        ("calibration", "n_rows"): _n_rows(ctx),
+        ("calibration", "rows_per_feature"): _n_rows(ctx) / _n_features(ctx),
         ("moments", "size_bytes"): moments_bytes(source, target),
     }
     for (part, quantity), value in facts.items():

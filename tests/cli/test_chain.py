@@ -1,4 +1,4 @@
-"""The command line, as a user meets it: a whole run, and one clear message for everything that goes wrong."""
+"""The command line, as a user meets it: whole runs, reuse, interruption, any working directory."""
 
 from __future__ import annotations
 
@@ -14,34 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvmap import run as cli
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-Answer = tuple[int, str, str]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
-    """Runs `python -m kvmap.run experiment=debug ...` in this process: exit status, stdout, stderr."""
-
-    def run(*overrides: str) -> Answer:
-        from hydra.core.global_hydra import GlobalHydra
-
-        GlobalHydra.instance().clear()
-        monkeypatch.setattr(sys, "argv", ["kvmap.run", *overrides])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(stop.value.code or 0), captured.out, captured.err
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def shared_outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One outputs folder for the module, so that its artifacts are made once."""
-    return tmp_path_factory.mktemp("outputs")
+from tests.cli.conftest import Answer
 
 
 def run_directory(out: str) -> Path:
@@ -108,7 +81,7 @@ def test_the_identity_pair_equals_the_native_target(
     call: Callable[..., Answer], shared_outputs: Path
 ) -> None:
     overrides = (f"outputs={shared_outputs}", "pair=tiny_self", "mapper=identity")
-    status, out, err = call(*overrides, "stages=[evaluate]", "evaluation.arms=[target,mapped]")
+    status, out, err = call(*overrides, "stages=[evaluate]", "evaluation.arms=[target,mapped,no_context]")
     assert status == 0, err
     metrics = json.loads((run_directory(out) / "metrics.json").read_text())
     # float32 through one GEMM-free path: only the order of attention sums differs
@@ -126,67 +99,6 @@ def test_other_ways_to_pair(
     status, out, err = call(f"outputs={shared_outputs}", stages, *overrides)
     assert status == 0, err
     assert (run_directory(out) / "tables" / "arms.csv").is_file()
-
-
-BAD_INPUT = {
-    ("pair=tinny",): "Did you mean pair=tiny?",
-    ("mapper=liner",): "Did you mean mapper=linear?",
-    ("mapper.topk=3",): "topk",
-    ("+mapper.topk=3",): "mapper.topk: nothing reads this key",
-    ("mapper.ridge_lambda=-1", "mapper.top_k=0"): "2 mistakes",
-    ("mapper.top_k=99",): "mapper.top_k=99: the source has",
-    ("pair=custom", "pair.source.id=/no/such/folder", "pair.target.id=zoo:tiny-large"): "/no/such/folder",
-    ("pair=custom", "pair.source.id=zoo:tiny-smal", "pair.target.id=zoo:tiny-large"): "tiny-small",
-    ("pair.source.geometry.n_layers=99",): "pair.source.geometry.n_layers=99",
-    ("calibration=jsonl", "calibration.data.path=/no/such/file.jsonl"): "/no/such/file.jsonl",
-    ("mapper.top_k=2", "calibration.n_sequences=2", "calibration.sequence_length=32"): "calibration rows",
-}
-
-
-@pytest.mark.parametrize("overrides", BAD_INPUT)
-def test_bad_input_gets_one_message_and_a_status(
-    call: Callable[..., Answer],
-    shared_outputs: Path,
-    overrides: tuple[str, ...],
-) -> None:
-    status, _, err = call(f"outputs={shared_outputs}", "stages=[plan,fit]", *overrides)
-    assert status != 0
-    assert BAD_INPUT[overrides] in err
-    assert err.count("kvmap: ") == 1
-    assert "Traceback" not in err
-
-
-def test_an_empty_corpus_is_refused(call: Callable[..., Answer], tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text("")
-    data = ("calibration=jsonl", f"calibration.data.path={tmp_path / 'empty.jsonl'}")
-    status, _, err = call(f"outputs={tmp_path}", "stages=[fit]", *data)
-    assert status == 1
-    assert "0" in err
-    assert "Traceback" not in err
-
-
-def test_outputs_that_cannot_be_written(call: Callable[..., Answer], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    status, _, err = call(f"outputs={tmp_path / 'file' / 'below'}")
-    assert status == 1
-    assert "set outputs=" in err
-
-
-def test_an_altered_mapper_is_set_aside_and_made_again(
-    call: Callable[..., Answer], shared_outputs: Path
-) -> None:
-    common = (f"outputs={shared_outputs}", "stages=[fit]", "mapper.ridge_lambda=0.25")
-    call(*common)
-    newest = max((shared_outputs / "artifacts" / "mapper").glob("*/"), key=lambda path: path.stat().st_mtime)
-    file = newest / "mapper.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    status, out, err = call(*common)
-    assert status == 0, err
-    metrics = json.loads((run_directory(out) / "metrics.json").read_text())
-    assert metrics["fit/mapper/all/reused"]["value"] == 0.0
-    assert list(newest.parent.glob(f"{newest.name}.corrupt-*"))
 
 
 def test_interrupt_keeps_what_was_finished(tmp_path: Path) -> None:
