@@ -115,7 +115,7 @@ def print_summary(directory: Path, console: Console | None = None) -> None:
         None if arms else _plan_table(read_table(directory, "plan")),
         *_measures_tables(arms, console.width),
         _ratios_table(arms),
-        _r2_table(read_table(directory, "r2")),
+        _r2_table(read_table(directory, "r2"), read_table(directory, "first_token")),
         _latency_table(read_table(directory, "latency")),
     ]
     for table in tables:
@@ -256,22 +256,29 @@ def _with_interval(row: Mapping[str, Any] | None, write: Callable[[float], str])
     return rf"{write(value)} \[{write(low)}, {write(high)}]" if known else _with_error(row, write)
 
 
-def _r2_table(rows: Sequence[Row]) -> Table | None:
-    """Mean R² over layers and heads, on the rows fitted and on those held out."""
+def _r2_table(rows: Sequence[Row], first_token: Sequence[Row]) -> Table | None:
+    """Mean R² over layers and heads, on the rows fitted and on those held out; the first token apart."""
     if not rows:
         return None
     splits = [split for split in ("fit", "held_out") if any(row["split"] == split for row in rows)]
-    columns = ["", *(split.replace("_", "-") for split in splits)]
-    table = _new_table("R² of the map, mean over layers and heads (worst)", columns)
+    columns = ["", *(f"R² {split.replace('_', '-')}" for split in splits)]
+    columns += ["error at the first token"] if first_token else []
+    table = _new_table("The map, mean over layers and heads (worst)", columns)
     for kind in dict.fromkeys(row["kind"] for row in rows):
         cells = []
         for split in splits:
             values = [number(row["r2"]) for row in rows if (row["kind"], row["split"]) == (kind, split)]
-            values = [value for value in values if math.isfinite(value)]
-            mean = sum(values) / len(values) if values else math.nan
-            cells.append(f"{mean:.3f} ({min(values):.3f})" if values else "–")
+            cells.append(_mean_and_worst(values, min))
+        if first_token:
+            values = [number(row["relative_error"]) for row in first_token if row["kind"] == kind]
+            cells.append(_mean_and_worst(values, max))
         table.add_row(f"{kind}s", *cells)
     return table
+
+
+def _mean_and_worst(values: Iterable[float], worst: Callable[[Sequence[float]], float]) -> str:
+    finite = [value for value in values if math.isfinite(value)]
+    return f"{sum(finite) / len(finite):.3f} ({worst(finite):.3f})" if finite else "–"
 
 
 def _plan_table(rows: Sequence[Row]) -> Table | None:

@@ -81,6 +81,7 @@ class HandOff:
         n_hold_back: tokens run through the target on top of the rest.
         n_clamped: mapped numbers that did not fit the target's dtype and were set to its largest, ±65,504 in
             float16. Anything but 0 says that the target should run in bfloat16.
+        n_mapped_of_row: `n_mapped` row by row.
     """
 
     kv: KVCache
@@ -89,14 +90,20 @@ class HandOff:
     n_native_head: int
     n_hold_back: int
     n_clamped: int
+    n_mapped_of_row: tuple[int, ...]
 
     def select_rows(self, index: Sequence[int] | Tensor) -> HandOff:
         """Rows of the batch, repeats allowed, so that several continuations of one context make one batch.
 
-        The counts stay those of the whole hand-off.
+        The counts stay those of the whole hand-off, but for `n_mapped_of_row`.
         """
         rows = torch.as_tensor(index, dtype=torch.long)
-        return replace(self, kv=self.kv.select_rows(rows), logits=self.logits[rows.to(self.logits.device)])
+        return replace(
+            self,
+            kv=self.kv.select_rows(rows),
+            logits=self.logits[rows.to(self.logits.device)],
+            n_mapped_of_row=tuple(self.n_mapped_of_row[row] for row in rows.tolist()),
+        )
 
 
 def transfer(
@@ -120,7 +127,8 @@ def transfer(
 
     Args:
         source_kv: the source's cache over all columns of `input_ids`.
-        mapper: of this pair; check its identities first (`kvmap.mappers.check_identities`).
+        mapper: of this pair and strategy. One that was loaded knows what it was fitted for
+            (`Mapper.fitted_for`) and is refused elsewhere; of one made in memory shapes alone are checked.
         target: the model that goes on.
         input_ids: (batch, tokens) the context; attention_mask: (batch, tokens), left padding only, or None.
         hold_back, native_head, rope: see `TransferOptions`.
@@ -128,13 +136,13 @@ def transfer(
             used as it is; `native_head` then only counts what it exceeds q by. That it holds these tokens
             is the caller's to know: a cache carries no ids.
 
-    Beyond the length where a dynamic or longrope model changes its frequencies, it runs its own first tokens
-    with those of a short context, as it does with any prefix it has cached: they are exact for
-    native_head = 1 (nothing turns at position 0) and nearly so for more.
+    A dynamic or longrope model runs its own first tokens with the frequencies of the whole context. A
+    `native_prefix` read within a shorter context is turned to them, but keeps the hidden states it was read with.
 
     Raises:
         TransferError: naming the mismatch, or the layer whose mapped keys or values are not finite.
-        MapperMismatch: a mapper of other shapes than source or target.
+        MapperMismatch: a mapper of other shapes than source or target, or one fitted for other models or
+            for another RoPE strategy ("strip" and "no_rerotate" share one fit).
     """
     options = TransferOptions(hold_back, native_head, rope)
     context = _read_context(target, input_ids, attention_mask, options.hold_back)
@@ -149,7 +157,8 @@ def transfer(
     rotations = target.rotations(context.length)
     cut, n_clamped = _cut_cache(source_kv, mapper, target, context, options.rope, head, own, rotations)
     n_native = int(own.sum())
-    n_mapped = int(context.n_cut.sum()) - n_native
+    n_mapped_of_row = tuple((context.n_cut - own).tolist())
+    n_mapped = sum(n_mapped_of_row)
     cut = replace(
         cut,
         exact=n_mapped == 0 and (head is None or head.exact),
@@ -158,28 +167,45 @@ def transfer(
     )
     logits, kv = _run_tail(target, context, cut)
     n_tail = int(context.mask.sum()) - n_native - n_mapped
-    return HandOff(kv, logits, n_mapped, n_native, n_tail, n_clamped)
+    return HandOff(kv, logits, n_mapped, n_native, n_tail, n_clamped, n_mapped_of_row)
 
 
 def native(
-    target: LoadedModel, input_ids: Tensor, attention_mask: Tensor | None = None, hold_back: int = 1
+    target: LoadedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    hold_back: int = 1,
+    *,
+    cache: KVCache | None = None,
 ) -> HandOff:
     """The target reads the whole context itself: the ceiling, behind the same interface.
 
     The context is prefilled whole, so that length-dependent frequencies are those of its full length, and the
     last `hold_back` tokens are run again on top of the others, the only ones whose logits are made.
 
+    Args:
+        target: the model.
+        input_ids: (batch, tokens) the context; attention_mask: (batch, tokens), left padding only, or None.
+        hold_back: last tokens that are run again, at least 1.
+        cache: the model's own prefill of this very context, where it is there already, so that nothing is
+            read twice; it stays as it is. None: it is made here.
+
     Raises:
-        TransferError: hold_back < 1, or a mask that is not left padding.
+        TransferError: hold_back < 1, a mask that is not left padding, or a cache of another model, of other
+            rows or columns, or with stripped keys.
     """
     options = TransferOptions(hold_back=hold_back)
     context = _read_context(target, input_ids, attention_mask, options.hold_back)
+    if cache is not None:
+        _check_own_cache(cache, target, context)
     cut = None
     if context.n_columns > 0:
-        cut = prefill(target, context.ids, context.mask).slice_tokens(0, context.n_columns)
+        whole = prefill(target, context.ids, context.mask) if cache is None else cache
+        cut = whole.slice_tokens(0, context.n_columns)
     logits, kv = _run_tail(target, context, cut)
     n_native = int(context.n_cut.sum())
-    return HandOff(kv, logits, 0, n_native, int(context.mask.sum()) - n_native, 0)
+    n_tail = int(context.mask.sum()) - n_native
+    return HandOff(kv, logits, 0, n_native, n_tail, 0, (0,) * context.ids.shape[0])
 
 
 def continue_greedy(
@@ -307,18 +333,32 @@ def _read_context(
     return context
 
 
+def _check_columns(what: str, kv: KVCache, context: _Context) -> None:
+    """Refuse a cache that does not hold the context's rows, columns and pads."""
+    if kv.mask.shape != context.mask.shape:
+        raise TransferError(
+            f"the {what} cache holds {kv.batch_size} rows of {kv.n_tokens} columns; input_ids "
+            f"are {tuple(context.ids.shape)}: prefill these very ids"
+        )
+    if not torch.equal(kv.mask.cpu(), context.mask.cpu()):
+        raise TransferError(
+            f"the {what} cache has pads elsewhere than attention_mask: prefill it with this mask"
+        )
+
+
+def _check_own_cache(cache: KVCache, model: LoadedModel, context: _Context) -> None:
+    _check_columns("given", cache, context)
+    if cache.owner is not None and (mismatches := cache.owner.mismatches(model.identity)):
+        raise TransferError("the given cache is another model's: " + "; ".join(mismatches))
+    if cache.stripped or not cache.exact:
+        raise TransferError("the given cache was stripped or mapped: give the model's own, as captured")
+
+
 def _check_parts(
     source_kv: KVCache, mapper: Mapper, target: LoadedModel, context: _Context, rope: str
 ) -> None:
-    if source_kv.mask.shape != context.mask.shape:
-        raise TransferError(
-            f"the source cache holds {source_kv.batch_size} rows of {source_kv.n_tokens} columns; input_ids "
-            f"are {tuple(context.ids.shape)}: prefill the source with these very ids"
-        )
-    if not torch.equal(source_kv.mask.cpu(), context.mask.cpu()):
-        raise TransferError(
-            "the source cache has pads elsewhere than attention_mask: prefill it with this mask"
-        )
+    _check_columns("source", source_kv, context)
+    mapper.check_models(source_kv.owner, target.identity, rope)
     if rope == "coupled" and source_kv.stripped:
         raise TransferError(
             "rope='coupled' maps rotated keys; the source cache was stripped: give it as captured"
@@ -373,8 +413,9 @@ def _extend_head(
     columns = (context.first.unsqueeze(1) + index).clamp(min=0)
     ids = context.ids.gather(1, columns)
     if prefix is None:
-        return prefill(target, ids, real)
-    return forward(target, ids, prefix, real)[1]
+        return prefill(target, ids, real, length=context.length)
+    prefix = _with_rotations(prefix, target.rotations(context.length))
+    return forward(target, ids, prefix, real, length=context.length)[1]
 
 
 def _cut_cache(

@@ -92,11 +92,8 @@ def test_a_zeroed_cache_changes_the_outputs_so_the_cache_is_really_read(
     assert float(difference) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("family", "native_head"),
-    # more than one own token of a length-dependent model: see the next test
-    [(f, m) for f in SCALED for m in (0, 1, 3) if m < 2 or f not in LENGTH_DEPENDENT],
-)
+@pytest.mark.parametrize("native_head", [0, 1, 3])
+@pytest.mark.parametrize("family", SCALED)
 def test_identity_holds_beyond_the_length_a_scaled_model_was_trained_on(
     family: str, native_head: int
 ) -> None:
@@ -114,14 +111,16 @@ def test_identity_holds_beyond_the_length_a_scaled_model_was_trained_on(
 
 
 @pytest.mark.parametrize("family", LENGTH_DEPENDENT)
-def test_own_first_tokens_take_the_frequencies_of_the_whole_context_into_their_keys(family: str) -> None:
-    """Their hidden states are those of a short context; all rotations of one cache are the same."""
+def test_a_prefix_of_a_short_context_is_turned_to_the_frequencies_of_the_whole(family: str) -> None:
+    """Its hidden states stay those of the short context; all rotations of one cache are the same."""
     model = loaded(family)
     ids = random_ids(1, ORIGINAL_MAX + 9, seed=1)
     identity = IdentityMapper(geometry_shape(model.geometry))
-    handoff = transfer(prefill(model, ids), identity, model, ids, native_head=3)
+    prefix = prefill(model, ids[:, :3])
+    handoff = transfer(prefill(model, ids), identity, model, ids, native_head=5, native_prefix=prefix)
+    assert handoff.n_native_head == 5
     assert not handoff.kv.mixed
-    short, whole = prefill(model, ids[:, :3]).strip(), handoff.kv.strip()
+    whole, short = handoff.kv.strip(), prefix.strip()
     for layer in range(2):
         torch.testing.assert_close(whole.keys[layer][:, :, :3], short.keys[layer], rtol=1e-5, atol=1e-5)
         assert torch.equal(whole.values[layer][:, :, :3], short.values[layer])

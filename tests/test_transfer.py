@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +21,15 @@ from kvmap.mappers import (
     Mapper,
     MapperMismatch,
     RandomMapper,
+    identity_record,
+    load_mapper,
+    save_mapper,
 )
 from kvmap.models.cache import KVCache, cache_argument
 from kvmap.models.capture import prefill
 from kvmap.models.geometry import UnsupportedModel
 from kvmap.models.pair import LoadedModel
+from kvmap.models.rope import Rotation
 from kvmap.transfer import (
     HandOff,
     TransferError,
@@ -34,7 +40,7 @@ from kvmap.transfer import (
     score_continuations,
     transfer,
 )
-from tests.tiny_random_models import FAMILIES, ORIGINAL_MAX, WINDOW, build, left_padding, random_ids
+from tests.tiny_random_models import FAMILIES, ORIGINAL_MAX, WINDOW, YARN, build, left_padding, random_ids
 
 # float32 logits of size 1 to 15, computed with other batch shapes
 SAME = {"rtol": 0, "atol": 1e-4}
@@ -53,8 +59,19 @@ def target_model() -> LoadedModel:
 
 
 @cache
-def moments(rope: str = "strip") -> PairMoments:
-    source, target = source_model(), target_model()
+def scaled_source() -> LoadedModel:
+    """A rotation that stretches keys by another factor than any target's."""
+    model = build("llama_yarn", seed=1, n_layers=3, rope_parameters={**YARN, "attention_factor": 0.8})
+    return LoadedModel.from_model(model, name="scaled source")
+
+
+@cache
+def scaled_target(family: str) -> LoadedModel:
+    model = build(family, seed=2, n_layers=2, num_key_value_heads=4, head_dim=6)
+    return LoadedModel.from_model(model, name=family)
+
+
+def moments_between(source: LoadedModel, target: LoadedModel, rope: str) -> PairMoments:
     result = PairMoments.zeros(geometry_shape(source.geometry), geometry_shape(target.geometry))
     for seed, split in ((10, "fit"), (11, "held_out")):
         ids = random_ids(8, 24, seed=seed)
@@ -64,31 +81,60 @@ def moments(rope: str = "strip") -> PairMoments:
 
 
 @cache
+def moments(rope: str = "strip") -> PairMoments:
+    return moments_between(source_model(), target_model(), rope)
+
+
+def linear_mapper(sums: PairMoments, support: str) -> LinearMapper:
+    return LinearMapper(fit_linear(sums, select_layers(probe_r2(sums), "r2", 2), support, 0.01))
+
+
+@cache
 def mapper(support: str = "full_head", rope: str = "strip") -> LinearMapper:
-    selection = select_layers(probe_r2(moments(rope)), "r2", 2)
-    return LinearMapper(fit_linear(moments(rope), selection, support, 0.01))
+    return linear_mapper(moments(rope), support)
 
 
 def handed_over(ids: Tensor, mask: Tensor | None = None, **options: Any) -> HandOff:
     return transfer(prefill(source_model(), ids, mask), mapper(), target_model(), ids, mask, **options)
 
 
+def rotors(rotation: Rotation | None, n_tokens: int) -> Tensor:
+    """(tokens, pairs) complex: each pair of channels (i, i + d/2) is one number times this."""
+    assert rotation is not None
+    assert rotation.layout == "half"
+    angle = torch.arange(n_tokens)[:, None] * rotation.inv_freq
+    return torch.polar(torch.full_like(angle, rotation.scaling), angle)
+
+
+def paired(x: Tensor) -> Tensor:
+    return torch.complex(*x.chunk(2, -1))
+
+
 def by_hand(
-    ids: Tensor, native_head: int, hold_back: int, rope: str = "strip"
+    ids: Tensor,
+    native_head: int,
+    hold_back: int,
+    rope: str = "strip",
+    models: tuple[LoadedModel, LoadedModel] | None = None,
+    mapping: LinearMapper | None = None,
 ) -> tuple[Tensor, DynamicCache]:
     """One row, no padding: the hand-off of METHOD, spelled out with transformers' own cache."""
-    target, n_cut = target_model(), ids.shape[1] - hold_back
-    source = calibration_view(prefill(source_model(), ids), prefill(target, ids), rope)[0]
-    mapped = mapper(rope=rope).map(source)
+    source, target = models or (source_model(), target_model())
+    n_tokens, n_cut = ids.shape[1], ids.shape[1] - hold_back
+    read = prefill(source, ids)
+    content = read.keys
+    if rope != "coupled":
+        plain = [
+            paired(key) / rotors(rotation, n_tokens)
+            for key, rotation in zip(read.keys, source.rotations(n_tokens), strict=True)
+        ]
+        content = tuple(torch.cat((key.real, key.imag), -1) for key in plain)
+    mapped = (mapping or mapper(rope=rope)).map(replace(read, keys=content, rotations=None))
     own = prefill(target, ids[:, :native_head]) if native_head else None
     cache = DynamicCache()
     for layer, key in enumerate(mapped.keys):
         if rope == "strip":
-            angle = torch.arange(ids.shape[1])[:, None] * target.rotations(ids.shape[1])[layer].inv_freq
-            half = key.shape[-1] // 2
-            turned = torch.complex(key[..., :half], key[..., half:]) * torch.polar(
-                torch.ones_like(angle), angle
-            )
+            turned = paired(key) * rotors(target.rotations(n_tokens)[layer], n_tokens)
             key = torch.cat((turned.real, turned.imag), -1)
         value = mapped.values[layer]
         if own is not None:
@@ -98,7 +144,7 @@ def by_hand(
     with torch.no_grad():
         output = target.model(
             input_ids=ids[:, n_cut:],
-            position_ids=torch.arange(n_cut, ids.shape[1])[None],
+            position_ids=torch.arange(n_cut, n_tokens)[None],
             use_cache=True,
             **{cache_argument(target.model): cache},
         )
@@ -134,6 +180,28 @@ def test_a_hand_off_is_what_the_method_says(native_head: int, hold_back: int, ro
     assert not handoff.kv.exact
 
 
+@pytest.mark.parametrize("native_head", [0, 3])
+@pytest.mark.parametrize("rope", ["strip", "coupled", "no_rerotate"])
+@pytest.mark.parametrize("family", ["qwen3_yarn", "ministral3"])
+def test_models_scaled_differently_hand_over_beyond_the_length_they_were_trained_on(
+    family: str, rope: str, native_head: int
+) -> None:
+    source, target = scaled_source(), scaled_target(family)
+    ids = random_ids(1, 60, seed=3)
+    assert ids.shape[1] > ORIGINAL_MAX
+    factors = [model.rotations(60)[0].scaling for model in (source, target)]
+    assert len({1.0, *factors}) == 3
+    mapping = linear_mapper(moments_between(source, target, rope), "full_head")
+    handoff = transfer(
+        prefill(source, ids), mapping, target, ids, native_head=native_head, hold_back=4, rope=rope
+    )
+    logits, expected = by_hand(ids, native_head, 4, rope, (source, target), mapping)
+    torch.testing.assert_close(handoff.logits, logits, **SAME)
+    for layer in range(2):
+        torch.testing.assert_close(handoff.kv.keys[layer], expected.layers[layer].keys, **SAME)
+        torch.testing.assert_close(handoff.kv.values[layer], expected.layers[layer].values, **SAME)
+
+
 @pytest.mark.parametrize("support", ["full_head", "head_local"])
 @pytest.mark.parametrize("hold_back", [1, 4])
 @pytest.mark.parametrize("native_head", [0, 1, 6])
@@ -162,6 +230,7 @@ def test_every_row_of_a_padded_batch_equals_its_own_hand_off(
             a + b for a, b in zip(counts, (one.n_mapped, one.n_native_head, one.n_hold_back), strict=True)
         ]
         assert one.kv.exact == (one.n_mapped == 0)
+        assert one.n_mapped_of_row == (one.n_mapped,) == (batch.n_mapped_of_row[row],)
     assert counts == [batch.n_mapped, batch.n_native_head, batch.n_hold_back]
     assert sum(counts) == sum(lengths)
 
@@ -297,6 +366,7 @@ def test_three_continuations_of_one_hand_off_score_the_same_in_any_order_and_lea
 def test_rows_can_be_repeated_so_that_choices_are_scored_in_one_batch() -> None:
     ids, mask = random_ids(2, 12, seed=9), left_padding(2, 12)
     handoff = handed_over(ids, mask)
+    assert handoff.select_rows([1, 0, 1]).n_mapped_of_row == (7, 10, 7)
     choices = [[5, 6, 7], [8], [9, 10]]
     together = score_continuations(target_model(), handoff.select_rows([1, 1, 1]), choices)
     for choice, scores in zip(choices, together, strict=True):
@@ -497,6 +567,71 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
         transfer(source.strip(), mapper(), target, ids, mask, rope="coupled")
     with pytest.raises(TransferError, match="1 continuations for a hand-off of 2 rows"):
         score_continuations(target, native(target, ids), [[1]])
+
+
+def saved_and_loaded(folder: Path, rope: str) -> Mapper:
+    manifest = {
+        "source": identity_record(source_model().identity),
+        "target": identity_record(target_model().identity),
+        "rope": rope,
+    }
+    save_mapper(mapper(rope=rope), folder, manifest)
+    return load_mapper(folder)[0]
+
+
+@pytest.mark.parametrize("fit", ["strip", "coupled", "no_rerotate"])
+def test_a_loaded_mapper_serves_its_own_strategies_alone(fit: str, tmp_path: Path) -> None:
+    ids = random_ids(1, 10)
+    source, loaded = prefill(source_model(), ids), saved_and_loaded(tmp_path, fit)
+    for rope in ("strip", "coupled", "no_rerotate"):
+        if (fit == "coupled") == (rope == "coupled"):
+            handoff = transfer(source, loaded.to("cpu"), target_model(), ids, rope=rope)
+            expected = transfer(source, mapper(rope=fit), target_model(), ids, rope=rope)
+            assert torch.equal(handoff.logits, expected.logits)
+        else:
+            with pytest.raises(MapperMismatch, match=f"rope: '{fit}' of the fit is not '{rope}'"):
+                transfer(source, loaded, target_model(), ids, rope=rope)
+
+
+def test_a_loaded_mapper_refuses_other_models_of_the_same_shapes(tmp_path: Path) -> None:
+    ids = random_ids(1, 10)
+    loaded = saved_and_loaded(tmp_path, "strip")
+    seeded = LoadedModel.from_model(build("llama_llama3", seed=7, n_layers=3), name="another seed")
+    other = prefill(seeded, ids)
+    with pytest.raises(MapperMismatch, match=r"source weights: .* of source is not .* of another seed"):
+        transfer(other, loaded, target_model(), ids)
+    with pytest.raises(MapperMismatch, match="source weights"):
+        transfer(other.strip(), loaded, target_model(), ids)
+    twin = build("qwen3", seed=3, n_layers=2, num_key_value_heads=4, head_dim=6)
+    target = LoadedModel.from_model(twin, name="twin")
+    with pytest.raises(MapperMismatch, match=r"source weights.*target weights.*rope: 'strip'"):
+        transfer(other, loaded, target, ids, rope="coupled")
+    transfer(replace(other, owner=None), loaded, target_model(), ids)  # nobody knows whose it is
+
+
+def test_a_native_run_takes_the_models_own_cache_and_reads_nothing_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids, mask = random_ids(2, 10), left_padding(2, 10)
+    target = target_model()
+    expected = native(target, ids, mask, 3)
+    cache = prefill(target, ids, mask)
+    before = [t.clone() for t in (*cache.keys, *cache.values)]
+    monkeypatch.setattr("kvmap.transfer.prefill", None)
+    handoff = native(target, ids, mask, 3, cache=cache)
+    assert torch.equal(handoff.logits, expected.logits)
+    assert handoff.kv.exact
+    assert handoff.n_mapped_of_row == (0, 0)
+    assert all(torch.equal(a, b) for a, b in zip(before, (*cache.keys, *cache.values), strict=True))
+    for wrong, message in (
+        (cache.slice_tokens(0, 9), "2 rows of 9 columns"),
+        (prefill(target, ids), "pads elsewhere"),
+        (prefill(source_model(), ids, mask), "another model's: weights"),
+        (cache.strip(), "stripped or mapped"),
+        (replace(cache, exact=False), "stripped or mapped"),
+    ):
+        with pytest.raises(TransferError, match=message):
+            native(target, ids, mask, cache=wrong)
 
 
 @pytest.mark.parametrize(

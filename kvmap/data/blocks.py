@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from kvmap.data.splits import split_sequences
 from kvmap.errors import KvmapError, UnknownName
+from kvmap.progress import track
 
 PACKINGS = ("document", "packed")
 
@@ -97,11 +99,10 @@ def token_blocks(
     cut = _one_per_document if packing == "document" else _packed
     rows: list[list[int]] = []
     documents: list[tuple[str, ...]] = []
-    for ids, digests in cut(reader, tokenizer, length):
+    wanted = islice(cut(reader, tokenizer, length), n_sequences)
+    for ids, digests in track(wanted, n_sequences, "tokens: sequences"):
         rows.append(ids)
         documents.append(digests)
-        if len(rows) == n_sequences:
-            break
     if len(rows) < n_sequences:
         raise _too_short(reader, packing, source, asked=n_sequences, found=len(rows), length=length)
     input_ids = torch.tensor(rows, dtype=torch.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, TypeAlias
@@ -53,17 +52,6 @@ def r2_rows(mapper: Mapper, moments: PairMoments, splits: Sequence[str] = SPLITS
     return rows
 
 
-def layer_means(rows: Iterable[Row]) -> list[Row]:
-    """Mean over heads: rows {layer, kind, split, r2}."""
-    groups: dict[tuple[int, str, str], list[float]] = {}
-    for row in rows:
-        groups.setdefault((row["layer"], row["kind"], row["split"]), []).append(row["r2"])
-    return [
-        {"layer": layer, "kind": kind, "split": split, "r2": fmean(values)}
-        for (layer, kind, split), values in groups.items()
-    ]
-
-
 def r2_metrics(rows: Iterable[Row], arm: str = "mapped") -> dict[str, Metric]:
     """Mean over layers and heads, by `diagnose/<split>/<arm>/r2_<kind>`; n counts the heads."""
     groups: dict[tuple[str, str], list[float]] = {}
@@ -73,17 +61,6 @@ def r2_metrics(rows: Iterable[Row], arm: str = "mapped") -> dict[str, Metric]:
         f"diagnose/{split}/{arm}/r2_{kind}": Metric(fmean(values), n=len(values))
         for (split, kind), values in groups.items()
     }
-
-
-def heat_map(rows: Iterable[Row], kind: str, split: str) -> list[list[float]]:
-    """R² as a layer × head matrix; nan where a layer has no such head."""
-    chosen = [row for row in rows if row["kind"] == kind and row["split"] == split]
-    n_layers = 1 + max((row["layer"] for row in chosen), default=-1)
-    n_heads = 1 + max((row["head"] for row in chosen), default=-1)
-    matrix = [[math.nan] * n_heads for _ in range(n_layers)]
-    for row in chosen:
-        matrix[row["layer"]][row["head"]] = row["r2"]
-    return matrix
 
 
 def probe_rows(r2: Mapping[str, Tensor]) -> list[Row]:

@@ -145,16 +145,47 @@ def placed(arms: Mapping[str, Mapper | None], target: LoadedModel) -> dict[str, 
     }
 
 
-def source_cache(source: LoadedModel, batch: Batch, arms: Mapping[str, Mapper | None]) -> KVCache | None:
-    """One prefill of the source, shared by all arms that map it; None where none does."""
-    if all(mapper is None for mapper in arms.values()):
-        return None
-    return prefill(source, batch.input_ids, batch.attention_mask)
+def check_something_maps(
+    arms: Mapping[str, Mapper | None], context_lengths: Iterable[int], options: TransferOptions
+) -> None:
+    """Refuses arms that would map not one token of any context, and so silently equal the target.
+
+    Contexts of which some are that short are fine: results say how many tokens were mapped of each.
+
+    Args:
+        arms: the arms that can be run.
+        context_lengths: tokens of every context.
+        options: how a cache is transferred.
+
+    Raises:
+        KvmapError: names the arms, the options and the longest context.
+    """
+    mapped = [arm for arm, mapper in arms.items() if mapper is not None]
+    longest = max(context_lengths, default=0)
+    kept = options.native_head + options.hold_back
+    if mapped and longest <= kept:
+        raise KvmapError(
+            f"native_head={options.native_head} and hold_back={options.hold_back} cover every context (the "
+            f"longest has {longest} tokens): {', '.join(mapped)} would map nothing and equal the target. "
+            "Lower them, or give longer contexts"
+        )
 
 
-def source_hand_off(source: LoadedModel, batch: Batch, options: TransferOptions) -> HandOff:
-    """The source alone, on its own cache."""
-    return native(source, batch.input_ids, batch.attention_mask, hold_back=options.hold_back)
+def read_source(
+    source: LoadedModel, batch: Batch, arms: Mapping[str, Mapper | None], options: TransferOptions
+) -> tuple[KVCache | None, HandOff | None]:
+    """One prefill of the source, whatever the arms.
+
+    Returns:
+        Its cache, shared by all arms that map it; None where none does. And the source alone on that same
+        cache; None without the arm `source`.
+    """
+    cache = prefill(source, batch.input_ids, batch.attention_mask)
+    own = None
+    if "source" in arms:
+        own = native(source, batch.input_ids, batch.attention_mask, hold_back=options.hold_back, cache=cache)
+    maps = any(mapper is not None for mapper in arms.values())
+    return (cache if maps else None), own
 
 
 def target_hand_offs(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from kvmap.errors import KvmapError
 from kvmap.evaluation.arms import (
     Arms,
     Batch,
@@ -16,11 +17,11 @@ from kvmap.evaluation.arms import (
     available,
     batches_of,
     check_arms,
+    check_something_maps,
     pad_id_of,
     placed,
+    read_source,
     run_passes,
-    source_cache,
-    source_hand_off,
     target_hand_offs,
     tokenizer_of,
 )
@@ -51,6 +52,8 @@ class ItemResult:
         generated_correct: whether it starts with the right choice; None where none was asked for.
         n_context: context tokens read.
         n_truncated: context tokens cut off on the left, the same for every arm.
+        n_mapped: context tokens that were mapped; 0 where the model read all of them itself, also under an
+            arm with a mapper if `native_head` and `hold_back` cover this context.
     """
 
     task: str
@@ -66,6 +69,7 @@ class ItemResult:
     generated_correct: bool | None
     n_context: int
     n_truncated: int
+    n_mapped: int = 0
 
     def row(self) -> dict[str, Any]:
         """The result as one row of a table; log-likelihoods joined by spaces."""
@@ -128,10 +132,11 @@ def evaluate_items(
         Results by item, then by arm, in the order given.
 
     Raises:
-        KvmapError: an arm without the mapper it needs, a pair without a tokenizer, or an item that cannot be
-            encoded.
+        KvmapError: an arm without the mapper it needs, a pair without a tokenizer, two items of one task and
+            id, an item that cannot be encoded, or contexts so short that no arm would map anything.
     """
     check_arms(arms)
+    check_distinct(items)
     usable = available(arms)
     if not items or not usable:
         return []
@@ -140,6 +145,7 @@ def evaluate_items(
     generation = Generation(tokenizer, max_new_tokens, tuple(stop)) if generate else None
     reserve = max_new_tokens if generate else 0
     encoded = [encode_item(tokenizer, item, limit, reserve=reserve) for item in items]
+    check_something_maps(usable, (len(item.context_ids) for item in encoded), options)
     batches = batches_of([item.context_ids for item in encoded], batch_size, pad_id_of(tokenizer))
     results: dict[tuple[int, str], ItemResult] = {}
 
@@ -153,9 +159,10 @@ def evaluate_items(
             on_batch(found)
 
     def source_pass(batch: Batch) -> SourcePart:
-        if "source" in usable:
-            keep(pair.source, batch, [("source", source_hand_off(pair.source, batch, options))])
-        return SourcePart(source_cache(pair.source, batch, usable))
+        kv, own = read_source(pair.source, batch, usable, options)
+        if own is not None:
+            keep(pair.source, batch, [("source", own)])
+        return SourcePart(kv)
 
     @cache
     def on_target() -> dict[str, Mapper | None]:
@@ -178,6 +185,22 @@ def evaluate_items(
     return [results[index, arm] for index in range(len(items)) for arm in usable]
 
 
+def check_distinct(items: Iterable[Item]) -> None:
+    """Refuses two items of one task and id: results are paired by them.
+
+    Raises:
+        KvmapError: names the task and the id.
+    """
+    seen: set[tuple[str, str]] = set()
+    for item in items:
+        if (item.task, item.id) in seen:
+            raise KvmapError(
+                f"task {item.task!r} has two items with the id {item.id!r}, so their results could not be "
+                "told apart. A file's name is its task: if two question files have one name, rename one"
+            )
+        seen.add((item.task, item.id))
+
+
 def score_batch(
     model: LoadedModel,
     arm: str,
@@ -195,8 +218,10 @@ def score_batch(
     if generation is not None:
         texts = list(generate_texts(model, hand_off, questions, generation))
     return [
-        _judge(arm, question, item, tuple(scores), text)
-        for question, item, scores, text in zip(questions, ids, logliks, texts, strict=True)
+        _judge(arm, question, item, tuple(scores), text, n_mapped)
+        for question, item, scores, text, n_mapped in zip(
+            questions, ids, logliks, texts, hand_off.n_mapped_of_row, strict=True
+        )
     ]
 
 
@@ -278,7 +303,12 @@ def _single_tokens(tokenizer: Any, stops: Iterable[str]) -> set[int]:
 
 
 def _judge(
-    arm: str, item: Item, encoded: EncodedItem, logliks: tuple[float, ...], text: str | None
+    arm: str,
+    item: Item,
+    encoded: EncodedItem,
+    logliks: tuple[float, ...],
+    text: str | None,
+    n_mapped: int = 0,
 ) -> ItemResult:
     predicted = _likeliest(logliks)
     per_character = [
@@ -299,6 +329,7 @@ def _judge(
         generated_correct=None if text is None else starts_with_answer(text, item.choices, item.answer),
         n_context=len(encoded.context_ids),
         n_truncated=encoded.n_truncated,
+        n_mapped=n_mapped,
     )
 
 

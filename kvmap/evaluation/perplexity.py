@@ -20,10 +20,10 @@ from kvmap.evaluation.arms import (
     SourcePart,
     available,
     check_arms,
+    check_something_maps,
     placed,
+    read_source,
     run_passes,
-    source_cache,
-    source_hand_off,
     target_hand_offs,
     tokenizer_of,
 )
@@ -125,23 +125,24 @@ def evaluate_perplexity(
         By arm, in the order given, the arms that can be run.
 
     Raises:
-        KvmapError: no `target` among the arms, or lengths that leave no prefix or fewer than two continuation
-            tokens, or do not fit the models.
+        KvmapError: no `target` among the arms, or lengths that leave no prefix, nothing of it to map, or
+            fewer than two continuation tokens, or do not fit the models.
     """
     check_arms(arms)
     usable = available(arms)
     _check(pair, usable, blocks, prefix_tokens, batch_size)
+    check_something_maps(usable, [prefix_tokens], options)
     tokenizer = tokenizer_of(pair)
     n_scored = blocks.n_sequences * (blocks.length - prefix_tokens - 1)
     kept: dict[str, dict[int, _Score]] = {arm: {} for arm in usable}
 
     def source_pass(batch: Batch) -> SourcePart:
         stream: Iterator[Predictions] = iter(())
-        if "source" in usable:
+        kv, own = read_source(pair.source, batch, usable, options)
+        if own is not None:
             keep_all = not sequential or 4 * n_scored * pair.source.geometry.vocab_size <= max_spill_bytes
-            kv = source_hand_off(pair.source, batch, options).kv
-            stream = predictions(pair.source, kv, _continuation(blocks, batch, prefix_tokens), keep_all)
-        return SourcePart(source_cache(pair.source, batch, usable), stream)
+            stream = predictions(pair.source, own.kv, _continuation(blocks, batch, prefix_tokens), keep_all)
+        return SourcePart(kv, stream)
 
     @cache
     def on_target() -> dict[str, Mapper | None]:

@@ -117,27 +117,6 @@ def ratio(
     return Estimate(numerator / denominator, n, float(resampled.std(ddof=1)), low, high)
 
 
-def retention(arm: Values, target: Values, *, n_resamples: int = N_RESAMPLES, seed: int = 0) -> Estimate:
-    """acc(arm) / acc(target), paired over items ([H] §5)."""
-    return _ratio_of([arm, target], (0,), (1,), "the target's accuracy", n_resamples, seed)
-
-
-def floor_retention(
-    arm: Values, target: Values, chance: Values, *, n_resamples: int = N_RESAMPLES, seed: int = 0
-) -> Estimate:
-    """(acc(arm) − chance) / (acc(target) − chance); `chance` per item."""
-    what = "the target's lead over chance"
-    return _ratio_of([arm, target, chance], (0, 2), (1, 2), what, n_resamples, seed)
-
-
-def gain_recovered(
-    arm: Values, target: Values, source: Values, *, n_resamples: int = N_RESAMPLES, seed: int = 0
-) -> Estimate:
-    """(acc(arm) − acc(source)) / (acc(target) − acc(source))."""
-    what = "the target's lead over the source"
-    return _ratio_of([arm, target, source], (0, 2), (1, 2), what, n_resamples, seed)
-
-
 def context_carried(
     arm: Values, target: Values, no_context: Values, *, n_resamples: int = N_RESAMPLES, seed: int = 0
 ) -> Estimate:
@@ -146,7 +125,7 @@ def context_carried(
     1: as good as the target's own cache; 0: as good as no context; negative: the transfer harms.
     """
     what = "what the context is worth to the target (nats per sequence)"
-    return _ratio_of([no_context, arm, target], (0, 1), (0, 2), what, n_resamples, seed)
+    return paired_ratio([no_context, arm, target], (0, 1), (0, 2), what, n_resamples, seed)
 
 
 def mcnemar(first: Values, second: Values) -> float:
@@ -166,7 +145,7 @@ def mcnemar(first: Values, second: Values) -> float:
     return min(1.0, 2 * total / 2**n)
 
 
-def _ratio_of(
+def paired_ratio(
     columns: Sequence[Values],
     top: tuple[int, ...],
     bottom: tuple[int, ...],
@@ -174,7 +153,16 @@ def _ratio_of(
     n_resamples: int,
     seed: int,
 ) -> Estimate:
-    """Ratio of means of columns; a second index is subtracted from the first."""
+    """A ratio of means of paired columns with its bootstrap interval; see `ratio`.
+
+    Args:
+        columns: paired values of the same items.
+        top: column whose mean is the numerator, and, where there are two, the one whose mean is subtracted.
+        bottom: the same of the denominator.
+        what: the denominator in words, for the note where it is undefined.
+        n_resamples: bootstrap resamples.
+        seed: of the bootstrap.
+    """
     table = _columns(columns)
     if len(table) == 0:
         return Estimate(math.nan, 0, note="no items")

@@ -64,6 +64,10 @@ def summarise_items(
 ) -> Summary:
     """Accuracies of every arm, and what they retain of the target's, per task and on average over tasks.
 
+    * retention: acc(arm) / acc(target) ([H] §5)
+    * floor_retention: (acc(arm) − chance) / (acc(target) − chance)
+    * gain_recovered: (acc(arm) − acc(source)) / (acc(target) − acc(source))
+
     Chance is one over the number of choices of each item. The average is that of the tasks' means, each task
     counting the same; its resamples are drawn within tasks. Only items that every arm answered are counted,
     so that an interrupted run still compares like with like.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,9 @@ class _Batch:
     input_ids: Tensor
 
 
+_Captures = Generator[tuple[_Batch, KVCache], None, None]
+
+
 def accumulate_moments(
     pair: ModelPair,
     input_ids: Tensor,
@@ -83,11 +87,13 @@ def accumulate_moments(
         budget_bytes=options.budget_bytes,
     )
     captures = _spilled(pair, batches, spill_folder) if options.sequential else _live(pair, batches)
-    for batch, source_kv in captures:
-        target_kv = prefill(pair.target, batch.input_ids)
-        source, target = calibration_view(source_kv, target_kv, options.rope)
-        rows = calibration_rows(source.mask, options.native_head, options.token_stride)
-        moments.update(batch.split, source.to("cpu"), target.to("cpu"), rows.cpu())
+    # closed here: an error's traceback would keep the generator alive, and with it the folder
+    with closing(captures):
+        for batch, source_kv in captures:
+            target_kv = prefill(pair.target, batch.input_ids)
+            source, target = calibration_view(source_kv, target_kv, options.rope)
+            rows = calibration_rows(source.mask, options.native_head, options.token_stride)
+            moments.update(batch.split, source.to("cpu"), target.to("cpu"), rows.cpu())
     return moments
 
 
@@ -99,15 +105,16 @@ def _batches(input_ids: Tensor, splits: Mapping[str, Sequence[int]], batch_size:
     return batches
 
 
-def _live(pair: ModelPair, batches: Sequence[_Batch]) -> Iterator[tuple[_Batch, KVCache]]:
+def _live(pair: ModelPair, batches: Sequence[_Batch]) -> _Captures:
     """Source caches straight from the source model."""
     for batch in track(batches, len(batches), "calibrate: both models read"):
         yield batch, prefill(pair.source, batch.input_ids)
 
 
-def _spilled(pair: ModelPair, batches: Sequence[_Batch], folder: Path) -> Iterator[tuple[_Batch, KVCache]]:
+def _spilled(pair: ModelPair, batches: Sequence[_Batch], folder: Path) -> _Captures:
     """Source caches by way of the disk, so that the source can leave memory before the target comes."""
     try:
+        pair.release("target")  # an earlier stage may have left it in memory
         for batch in track(batches, len(batches), "calibrate: source reads"):
             save_kv(prefill(pair.source, batch.input_ids), folder / f"{batch.number}.safetensors")
         pair.release("source")

@@ -21,6 +21,7 @@ from kvmap.fit.ridge import (
     sse_with_bias,
 )
 from kvmap.fit.selection import Selection, SelectionError, head_map
+from kvmap.progress import track
 
 Support = Literal["full_head", "head_local"]
 SUPPORTS = ("full_head", "head_local")
@@ -241,16 +242,19 @@ def _fit_kind(
     table = moments.tables[kind, "fit"]
     weights: list[Tensor] = [torch.empty(0)] * len(selection)
     singular: list[tuple[str, int, int | None, int]] = []
-    for targets in _sharing_targets(moments, selection, support):
-        factor = None
-        for target in targets:
-            blocks = head_blocks(moments, table, support, selection[target], target)
-            if factor is None:
-                factor = _factor(blocks.s_xx, ridge_lambda, f"{kind} map of target layers {targets}")
-            weight = _solve(factor, blocks.s_xy)
-            weights[target] = _stored(weight, dtype, kind, target)
-            heads: list[int | None] = [None] if support == "full_head" else list(range(len(factor.rank)))
-            singular += [(kind, target, heads[i], factor.rank[i]) for i in factor.minimum_norm]
+    factor: RidgeFactor | None = None
+    groups = _sharing_targets(moments, selection, support)
+    steps = [(targets, target) for targets in groups for target in targets]
+    for targets, target in track(steps, len(steps), f"fit: {kind} maps of target layers"):
+        if target == targets[0]:
+            factor = None  # given up before the next is made: they are large
+        blocks = head_blocks(moments, table, support, selection[target], target)
+        if factor is None:
+            factor = _factor(blocks.s_xx, ridge_lambda, f"{kind} map of target layers {targets}")
+        weight = _solve(factor, blocks.s_xy)
+        weights[target] = _stored(weight, dtype, kind, target)
+        heads: list[int | None] = [None] if support == "full_head" else list(range(len(factor.rank)))
+        singular += [(kind, target, heads[i], factor.rank[i]) for i in factor.minimum_norm]
     return tuple(weights), singular
 
 

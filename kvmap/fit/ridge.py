@@ -189,11 +189,15 @@ def check_rows(n_rows: int, n_features: int, allow_few_rows: bool = False) -> No
         TooFewRows: N ≤ p, unless `allow_few_rows`.
     """
     found = f"{n_rows:,} calibration rows for {n_features:,} features"
-    remedy = "calibrate on more or longer sequences, lower token_stride or top_k, or use head-local support"
+    remedy = (
+        "calibrate on more or longer sequences (calibration.n_sequences, calibration.sequence_length), keep "
+        "more of their tokens (a lower calibration.token_stride), read fewer source layers (a lower "
+        "mapper.top_k) or one head of each (mapper=head_local)"
+    )
     if n_rows <= n_features and not allow_few_rows:
         raise TooFewRows(
             f"{found}: expected more than {n_features:,}, better {2 * n_features:,}. To mend it, {remedy}; "
-            f"allow_few_rows=True fits all the same"
+            f"to fit all the same, set mapper.allow_few_rows=true (from Python: allow_few_rows=True)"
         )
     if n_rows < 2 * n_features:
         warnings.warn(

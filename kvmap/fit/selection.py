@@ -13,6 +13,7 @@ from torch import Tensor
 from kvmap.errors import KvmapError, UnknownName
 from kvmap.fit.moments import KINDS, Moments, PairMoments
 from kvmap.fit.ridge import RidgeError, intercept, r2_score, solve_ridge, sse_with_bias
+from kvmap.progress import track
 
 RULES = ("r2", "proportional", "all")
 
@@ -66,18 +67,17 @@ def probe(moments: PairMoments, split: str = "fit") -> ProbeResult:
     Raises:
         RidgeError: moments that are not finite, naming the kind and the source layer.
     """
-    r2, fallbacks = {}, []
     n_source, n_target = len(moments.source_shape), len(moments.target_shape)
     n_heads = max(heads for heads, _ in moments.target_shape)
-    for kind in KINDS:
+    r2 = {kind: torch.full((n_source, n_target, n_heads), math.nan, dtype=torch.float64) for kind in KINDS}
+    fallbacks = []
+    steps = [(kind, layer) for kind in KINDS for layer in range(n_source)]
+    for kind, layer in track(steps, len(steps), "probe: source layers, keys and values"):
         fit, judge = moments.tables[kind, "fit"], moments.tables[kind, split]
-        table = torch.full((n_source, n_target, n_heads), math.nan, dtype=torch.float64)
-        for layer in range(n_source):
-            for targets, heads in _target_groups(moments):
-                scores, singular = _probe_layer(moments, fit, judge, layer, targets, kind)
-                table[layer, targets, :heads] = scores.cpu()
-                fallbacks += [(kind, layer, head) for head in singular]
-        r2[kind] = table
+        for targets, heads in _target_groups(moments):
+            scores, singular = _probe_layer(moments, fit, judge, layer, targets, kind)
+            r2[kind][layer, targets, :heads] = scores.cpu()
+            fallbacks += [(kind, layer, head) for head in singular]
     return ProbeResult(r2, tuple(dict.fromkeys(fallbacks)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvmap.mappers.base import (
+    FittedFor,
     Mapper,
     MapperMismatch,
     RegistryCollision,
@@ -27,6 +28,7 @@ from kvmap.mappers.store import (
 
 __all__ = [
     "BiasOnlyMapper",
+    "FittedFor",
     "IdentityMapper",
     "LinearMapper",
     "Mapper",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from kvmap.errors import KvmapError, UnknownName
 from kvmap.fit.moments import CacheShape, cache_shape
 from kvmap.models.cache import KVCache
+from kvmap.models.identity import ModelIdentity
 
 
 class MapperMismatch(KvmapError):
@@ -27,6 +28,36 @@ class RegistryCollision(KvmapError):
     """Two classes that claim one kind."""
 
 
+@dataclass(frozen=True)
+class FittedFor:
+    """What a mapper was fitted for.
+
+    Attributes:
+        source: the model whose caches it reads.
+        target: the model whose caches it writes.
+        rope: the strategy of the fit, see `kvmap.fit.view.ROPE_STRATEGIES`; None where that is not known.
+    """
+
+    source: ModelIdentity
+    target: ModelIdentity
+    rope: str | None = None
+
+    def mismatches(
+        self, source: ModelIdentity | None, target: ModelIdentity, rope: str | None = None
+    ) -> list[str]:
+        """One line for each thing in which other models, or another strategy, differ from those of the fit.
+
+        "strip" and "no_rerotate" map content keys by one and the same fit; "coupled" stands alone. None for
+        the source or the strategy is not compared.
+        """
+        lines = [] if source is None else [f"source {line}" for line in self.source.mismatches(source)]
+        lines += [f"target {line}" for line in self.target.mismatches(target)]
+        both_known = self.rope is not None and rope is not None
+        if both_known and (self.rope == "coupled") != (rope == "coupled"):
+            lines.append(f"rope: {self.rope!r} of the fit is not {rope!r}")
+        return lines
+
+
 class Mapper(ABC):
     """A function from the source's content keys and values to the target's, column by column.
 
@@ -36,9 +67,11 @@ class Mapper(ABC):
     Attributes:
         source_shape: `(n_kv_heads, head_dim)` of each source layer it reads.
         target_shape: the same of each target layer it writes.
+        fitted_for: the models and the strategy it was fitted for; set by `load_mapper`, None where unknown.
     """
 
     kind: ClassVar[str]
+    fitted_for: FittedFor | None = None
 
     def __init__(self, source_shape: CacheShape, target_shape: CacheShape) -> None:
         """Args: `(n_kv_heads, head_dim)` of each layer of source and target."""
@@ -96,6 +129,27 @@ class Mapper(ABC):
             )
         check_shape("source cache", cache_shape(source), self.source_shape)
 
+    def check_models(self, source: ModelIdentity | None, target: ModelIdentity, rope: str) -> None:
+        """Refuse other models or another strategy than the mapper was fitted for, as far as that is known.
+
+        Args:
+            source: the model the cache comes from; None: unknown, not compared.
+            target: the model the cache is mapped for.
+            rope: the strategy of the hand-off.
+
+        Raises:
+            MapperMismatch: naming each thing that differs.
+        """
+        if self.fitted_for is None:
+            return
+        found = self.fitted_for.mismatches(source, target, rope)
+        if found:
+            raise MapperMismatch(
+                "this mapper was fitted for something else: "
+                + "; ".join(found)
+                + ". Use the models and the rope strategy of the fit, or fit a mapper for these"
+            )
+
     @property
     def device(self) -> torch.device | None:
         """Where the weights are; None for a mapper without any."""
@@ -107,7 +161,9 @@ class Mapper(ABC):
             name: tensor.to(device=device, dtype=self.stored_dtype(name, tensor, dtype))
             for name, tensor in self.tensors().items()
         }
-        return type(self).from_state(self.settings(), moved)
+        mapper = type(self).from_state(self.settings(), moved)
+        mapper.fitted_for = self.fitted_for
+        return mapper
 
     def stored_dtype(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
         """The dtype a tensor takes when weights are asked for in `dtype`: biases stay at least float32."""

@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from kvmap.errors import UnknownName
 from kvmap.fit.linear import SUPPORTS, LinearWeights, check_selection
 from kvmap.fit.moments import KINDS, CacheShape
 from kvmap.fit.selection import Selection, SelectionError, head_map
@@ -124,17 +125,36 @@ class LinearMapper(Mapper):
         return cls(LinearWeights(support, selection, source_shape, target_shape, weight, bias, fallbacks))
 
 
-def linear_weight_count(source_shape: CacheShape, target_shape: CacheShape, top_k: int, support: str) -> int:
-    """Weights of a linear mapper before it is fitted, `2 · L_t · H_t · p · d_t`, biases not counted.
+def linear_feature_count(source_shape: CacheShape, top_k: int, support: str) -> int:
+    """Features p that a linear mapper reads for one target head, before it is fitted.
 
     Args:
-        source_shape: all layers alike, or the widest is counted.
-        target_shape: `(n_kv_heads, head_dim)` of each target layer.
-        top_k: source layers per target layer.
+        source_shape: `(n_kv_heads, head_dim)` of each source layer. Where layers differ, the k widest are
+            counted: the selection is not known yet, and none has more.
+        top_k: source layers per target layer, at most all of them.
         support: "full_head" (p = k·H_s·d_s) or "head_local" (p = k·d_s).
+
+    Raises:
+        UnknownName: another support.
     """
-    width = max(heads * dim if support == SUPPORTS[0] else dim for heads, dim in source_shape)
-    return 2 * top_k * width * sum(heads * dim for heads, dim in target_shape)
+    if support not in SUPPORTS:
+        raise UnknownName("support", support, SUPPORTS)
+    widths = sorted((heads * dim if support == "full_head" else dim for heads, dim in source_shape))
+    return sum(widths[-top_k:])
+
+
+def linear_weight_count(source_shape: CacheShape, target_shape: CacheShape, top_k: int, support: str) -> int:
+    """Weights of a linear mapper before it is fitted, keys and values, biases not counted ([H] §3.3).
+
+    `2 · p · Σ_ℓ H_t,ℓ · d_t,ℓ` over the target layers, which is `2 · L_t · H_t · p · d_t` where they are
+    alike.
+
+    Args:
+        source_shape, top_k, support: see `linear_feature_count`.
+        target_shape: `(n_kv_heads, head_dim)` of each target layer.
+    """
+    outputs = sum(heads * dim for heads, dim in target_shape)
+    return 2 * linear_feature_count(source_shape, top_k, support) * outputs
 
 
 def _packed(weight: Tensor, support: str) -> Tensor:

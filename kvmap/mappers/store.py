@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -15,10 +15,8 @@ from safetensors.torch import load_file
 from kvmap import __version__
 from kvmap.errors import KvmapError
 from kvmap.files import save_tensors, sha256_file, write_json
-from kvmap.mappers.base import Mapper, MapperMismatch, get_mapper
-
-if TYPE_CHECKING:
-    from kvmap.models.pair import ModelIdentity
+from kvmap.mappers.base import FittedFor, Mapper, MapperMismatch, get_mapper
+from kvmap.models.identity import ModelIdentity
 
 FORMAT = "kvmap-mapper"
 SCHEMA_VERSION = 1
@@ -41,7 +39,8 @@ def save_mapper(mapper: Mapper, folder: Path, manifest: Mapping[str, Any]) -> No
         mapper: what to save.
         folder: made if it is not there; a mapper that lies in it is replaced.
         manifest: what the mapper belongs to, as JSON can hold it: `source` and `target` identities
-            (`identity_record`), calibration, selection rule, λ.
+            (`identity_record`) and the `rope` strategy, which `load_mapper` gives the mapper to know;
+            calibration, selection rule, λ.
 
     Raises:
         MapperFileError: a manifest key that save_mapper writes itself, or one that JSON cannot hold.
@@ -74,7 +73,8 @@ def load_mapper(folder: Path, device: str = "cpu") -> tuple[Mapper, dict[str, An
     """Read a mapper back, after checking that nothing in the folder was cut or changed.
 
     Returns:
-        The mapper and its manifest, as given to `save_mapper` with kvmap's own keys added.
+        The mapper and its manifest, as given to `save_mapper` with kvmap's own keys added. Where the
+        manifest names source and target, the mapper knows them (`Mapper.fitted_for`).
 
     Raises:
         MapperFileError: naming the file and what is wrong with it.
@@ -91,6 +91,7 @@ def load_mapper(folder: Path, device: str = "cpu") -> tuple[Mapper, dict[str, An
     try:
         tensors = load_file(path, device=device)
         mapper = get_mapper(record["kind"]).from_state(record["settings"], tensors)
+        mapper.fitted_for = _fitted_for(record)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise MapperFileError(f"{folder} does not hold a whole {record['kind']!r} mapper: {error}") from error
     return mapper, record
@@ -107,20 +108,23 @@ def check_identities(manifest: Mapping[str, Any], source: ModelIdentity, target:
     Raises:
         MapperMismatch: naming each thing that differs, or a manifest that names no models.
     """
-    from kvmap.models.pair import ModelIdentity
-
-    found = []
-    for role, identity in (("source", source), ("target", target)):
-        if not isinstance(manifest.get(role), Mapping):
-            raise MapperMismatch(
-                f"the mapper's manifest names no {role} model, so it cannot be trusted with any"
-            )
-        fitted_for = ModelIdentity(**manifest[role])
-        found += [f"{role} {mismatch}" for mismatch in fitted_for.mismatches(identity)]
+    fitted_for = _fitted_for(manifest)
+    if fitted_for is None:
+        role = "target" if isinstance(manifest.get("source"), Mapping) else "source"
+        raise MapperMismatch(f"the mapper's manifest names no {role} model, so it cannot be trusted with any")
+    found = fitted_for.mismatches(source, target)
     if found:
         raise MapperMismatch(
             "this mapper was fitted for other models: " + "; ".join(found) + ". Fit a mapper for this pair"
         )
+
+
+def _fitted_for(manifest: Mapping[str, Any]) -> FittedFor | None:
+    """What a manifest says the mapper belongs to; None where it names no two models."""
+    source, target = manifest.get("source"), manifest.get("target")
+    if not isinstance(source, Mapping) or not isinstance(target, Mapping):
+        return None
+    return FittedFor(ModelIdentity(**source), ModelIdentity(**target), manifest.get("rope"))
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

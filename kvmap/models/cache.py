@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvmap.errors import KvmapError
-from kvmap.models.rope import Rotation, apply_rotation, same_rotations, strip_rotation
+from kvmap.models.rope import Rotation, apply_rotation, strip_rotation
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -174,38 +174,6 @@ class KVCache:
             positions=self.positions.to(device=device),
             mask=self.mask.to(device=device),
         )
-
-
-def join_tokens(parts: Sequence[KVCache]) -> KVCache:
-    """Caches of the same rows one after the other, columns in the order given.
-
-    Raises:
-        InvalidCache: if their keys carry different rotations, or there is none.
-    """
-    if not parts:
-        raise InvalidCache("no cache to join")
-    first = parts[0]
-    for part in parts[1:]:
-        alike = (first.rotations is None) == (part.rotations is None) and (
-            first.rotations is None
-            or part.rotations is None
-            or same_rotations(first.rotations, part.rotations)
-        )
-        if not alike:
-            raise InvalidCache(
-                "caches whose keys carry different rotations cannot be joined; strip() both first"
-            )
-    owners = [part.owner for part in parts]
-    return KVCache(
-        keys=tuple(torch.cat(layer, dim=2) for layer in zip(*(part.keys for part in parts), strict=True)),
-        values=tuple(torch.cat(layer, dim=2) for layer in zip(*(part.values for part in parts), strict=True)),
-        positions=torch.cat([part.positions for part in parts], dim=1),
-        mask=torch.cat([part.mask for part in parts], dim=1),
-        rotations=first.rotations,
-        exact=all(part.exact for part in parts),
-        owner=owners[0] if all(owner == owners[0] for owner in owners) else None,
-        mixed=any(part.mixed for part in parts),
-    )
 
 
 def _cast(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype | None, what: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -25,13 +26,21 @@ def positions_from_mask(mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def prefill(loaded: LoadedModel, input_ids: Tensor, attention_mask: Tensor | None = None) -> KVCache:
+def prefill(
+    loaded: LoadedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    length: int | None = None,
+) -> KVCache:
     """Read contexts and keep every layer's keys and values. Runs the decoder body only: no logits are made.
 
     Args:
         loaded: the model.
         input_ids: (batch, tokens) int64, padded on the left where rows differ in length.
         attention_mask: (batch, tokens), 1 or True at real tokens; None: all are.
+        length: tokens of the longest whole context whose beginnings these are: dynamic and longrope models
+            then use the frequencies of a context of that length. None: these are the whole contexts.
 
     Returns:
         The cache, in the model's dtype; keys are rotated, and `rotations` holds what this very prefill used.
@@ -45,6 +54,9 @@ def prefill(loaded: LoadedModel, input_ids: Tensor, attention_mask: Tensor | Non
         raise InvalidCache("prefill needs at least one token a row")
     _check_windows(loaded, mask)
     positions = positions_from_mask(mask)
+    n_columns = input_ids.shape[1]
+    if _beyond(length, positions, loaded):
+        input_ids, mask, positions = _with_last_position(input_ids, mask, positions, length)
     cache = to_transformers(None)
     loaded.body(
         input_ids=input_ids,
@@ -53,13 +65,18 @@ def prefill(loaded: LoadedModel, input_ids: Tensor, attention_mask: Tensor | Non
         use_cache=True,
         **{cache_argument(loaded.body): cache},
     )
-    kv = from_transformers(cache, positions, mask, loaded.current_rotations())
+    kv = from_transformers(cache, positions, mask, loaded.current_rotations()).slice_tokens(0, n_columns)
     return replace(kv, owner=loaded.identity)
 
 
 @torch.no_grad()
 def forward(
-    loaded: LoadedModel, input_ids: Tensor, kv: KVCache | None, attention_mask: Tensor | None = None
+    loaded: LoadedModel,
+    input_ids: Tensor,
+    kv: KVCache | None,
+    attention_mask: Tensor | None = None,
+    *,
+    length: int | None = None,
 ) -> tuple[Tensor, KVCache]:
     """Run new tokens after a cache. The cache given is left as it was.
 
@@ -71,6 +88,7 @@ def forward(
         input_ids: (batch, n) int64, the tokens that follow the cache.
         kv: what came before, keys rotated; None or without tokens: nothing.
         attention_mask: (batch, n) of the new tokens; None: all are real.
+        length: as for `prefill`, where cache and new tokens are the beginnings of longer contexts.
 
     Returns:
         Logits (batch, n, vocab_size) float32 of every new token, and the cache of old and new columns.
@@ -93,6 +111,9 @@ def forward(
     mask = torch.cat((past, new_mask), dim=1)
     _check_windows(loaded, mask)
     new_positions = positions_from_mask(mask)[:, past.shape[1] :]
+    n_new, n_columns = input_ids.shape[1], mask.shape[1]
+    if _beyond(length, new_positions, loaded):
+        input_ids, mask, new_positions = _with_last_position(input_ids, mask, new_positions, length)
     cache = to_transformers(kv)
     output = loaded.model(
         input_ids=input_ids,
@@ -103,11 +124,36 @@ def forward(
     )
     positions = new_positions if kv is None else torch.cat((kv.positions, new_positions), dim=1)
     rotations = loaded.current_rotations()
-    grown = replace(from_transformers(cache, positions, mask, rotations), owner=loaded.identity)
+    grown = from_transformers(cache, positions, mask, rotations).slice_tokens(0, n_columns)
+    grown = replace(grown, owner=loaded.identity)
     if kv is not None and kv.n_tokens:
         same = kv.rotations is not None and same_rotations(kv.rotations, rotations)
         grown = replace(grown, exact=kv.exact, owner=kv.owner, mixed=kv.mixed or not same)
-    return output.logits.float(), grown
+    return output.logits[:, :n_new].float(), grown
+
+
+def _beyond(length: int | None, positions: Tensor, loaded: LoadedModel) -> TypeGuard[int]:
+    """Whether a context of `length` tokens goes beyond `positions`, and the model chooses its frequencies by
+    the largest position it is called with.
+    """
+    return (
+        length is not None
+        and any(layer.rope_type in ("dynamic", "longrope") for layer in loaded.geometry.layers)
+        and length - 1 > int(positions.max())
+    )
+
+
+def _with_last_position(
+    input_ids: Tensor, mask: Tensor, positions: Tensor, length: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One more column at the last position of a context of `length` tokens. No earlier column attends to it,
+    but its position makes the model choose the frequencies of that length.
+    """
+    return (
+        torch.cat((input_ids, input_ids[:, -1:]), dim=1),
+        torch.cat((mask, torch.ones_like(mask[:, -1:])), dim=1),
+        torch.cat((positions, torch.full_like(positions[:, -1:], length - 1)), dim=1),
+    )
 
 
 def _inputs(loaded: LoadedModel, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +87,6 @@ class ModelIdentity:
             if field.name != "name" and mine != theirs:
                 lines.append(f"{field.name}: {mine[:16]} of {self.name} is not {theirs[:16]} of {other.name}")
         return lines
-
-    def digest(self) -> str:
-        """One hash over everything but the name: a key for files about this model."""
-        content = asdict(self)
-        del content["name"]
-        return _hash_json(content)
 
 
 def _hash_json(content: Any) -> str:

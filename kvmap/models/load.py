@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from kvmap.errors import KvmapError
 from kvmap.models.families import FAMILIES
@@ -30,15 +31,19 @@ DTYPES = ("float32", "bfloat16", "float16")
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
+# What readers raise about a file that is cut short or is not what its name says.
+_UNREADABLE = (OSError, json.JSONDecodeError, UnicodeDecodeError)
+
+
 class IncompleteWeights(KvmapError):
-    """A checkpoint that lacks tensors of the model, which would stay random."""
+    """A checkpoint that lacks tensors of the model, which would stay random, or cannot be read to its end."""
 
 
 def load_config(spec: ModelSpec) -> Any:
     """The transformers config of a model; no weights are read.
 
     Raises:
-        ModelNotFound: if its files cannot be had.
+        ModelNotFound: if its files cannot be had or read.
         UnsupportedModel: if transformers does not know the architecture.
     """
     folder = config_folder(spec)
@@ -46,7 +51,9 @@ def load_config(spec: ModelSpec) -> Any:
 
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, **_gguf(spec))
-    except (ValueError, KeyError, IndexError, OSError, struct.error) as error:
+    except _UNREADABLE as error:
+        raise ModelNotFound(_damaged(spec, folder, "config", error)) from error
+    except (ValueError, KeyError, IndexError, struct.error) as error:
         raise UnsupportedModel(f"{spec.name}: transformers cannot read its config: {error}") from error
 
 
@@ -71,15 +78,21 @@ def load_tokenizer(spec: ModelSpec) -> Any:
     """The model's tokenizer, padding on the left.
 
     Raises:
-        ModelNotFound: if it has none.
+        ModelNotFound: if it has none, or one that cannot be read.
     """
     folder = tokenizer_folder(spec)
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **_gguf(spec))
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelNotFound(f"{spec.name}: no tokenizer could be loaded from {folder}: {error}") from error
+    except Exception as error:  # the tokenizers library raises bare Exception about a damaged file
+        files = [spec.gguf_file] if spec.gguf_file else sorted(path.name for path in folder.glob("*token*"))
+        # a package that is missing is named, with how to install it, in the error itself
+        remedy = "" if isinstance(error, ImportError) else f". {_remedy(spec)}"
+        raise ModelNotFound(
+            f"{spec.name}: no tokenizer could be loaded from {folder} (tokenizer files there: "
+            f"{', '.join(files) or 'none'}): {type(error).__name__}: {str(error).rstrip(' .')}{remedy}"
+        ) from error
     tokenizer.padding_side = "left"
     return tokenizer
 
@@ -90,6 +103,7 @@ def read_identity(spec: ModelSpec) -> ModelIdentity:
     Raises:
         ModelNotFound: if its files cannot be had.
         UnsupportedModel: if it cannot be used.
+        IncompleteWeights: if a file is damaged.
     """
     config = load_config(spec)
     return _identity(spec, config, _geometry(spec, config))
@@ -97,9 +111,13 @@ def read_identity(spec: ModelSpec) -> ModelIdentity:
 
 def _identity(spec: ModelSpec, config: Any, geometry: Geometry) -> ModelIdentity:
     folder = weights_folder(spec)
-    files = weight_files(spec, folder)
-    dtype = resolve_dtype(spec, config, files)
-    return identity_of_files(spec.name, folder, files, spec.gguf_file, config, geometry, dtype)
+    try:
+        files = weight_files(spec, folder)
+        dtype = resolve_dtype(spec, config, files)
+        return identity_of_files(spec.name, folder, files, spec.gguf_file, config, geometry, dtype)
+    # the last two: bytes read as a length that are none
+    except (*_UNREADABLE, KeyError, OverflowError, MemoryError) as error:
+        raise IncompleteWeights(_damaged(spec, folder, "files", error)) from error
 
 
 def resolve_dtype(spec: ModelSpec, config: Any, files: list[Path]) -> str:
@@ -130,7 +148,7 @@ def load_model(spec: ModelSpec) -> LoadedModel:
     Raises:
         ModelNotFound: if its files cannot be had.
         UnsupportedModel: if its KV cannot be transferred or its rotation is not the one expected.
-        IncompleteWeights: if the checkpoint lacks tensors.
+        IncompleteWeights: if the checkpoint lacks tensors or is damaged.
         InvalidSpec: if dtype, device or attention cannot be had.
     """
     config = load_config(spec)
@@ -165,6 +183,8 @@ def _load_weights(spec: ModelSpec, config: Any, geometry: Geometry, dtype: str) 
             output_loading_info=True,
             **_gguf(spec),
         )
+    except (SafetensorError, *_UNREADABLE) as error:
+        raise IncompleteWeights(_damaged(spec, folder, "weights", error)) from error
     except (ValueError, ImportError) as error:
         raise InvalidSpec(
             f"{spec.name}: transformers cannot load it with dtype={dtype}, device_map={spec.device_map}, "
@@ -174,7 +194,7 @@ def _load_weights(spec: ModelSpec, config: Any, geometry: Geometry, dtype: str) 
     if missing:
         raise IncompleteWeights(
             f"{spec.name}: {len(missing)} tensors of the model are missing or of another shape in {folder}, "
-            f"the first is {missing[0]}; is the download complete?"
+            f"the first is {missing[0]}. {_remedy(spec)}"
         )
     if device is not None:
         model = model.to(device)
@@ -193,6 +213,27 @@ def _device(spec: ModelSpec) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidSpec(f"{spec.name}: device {spec.device!r}, but torch finds no GPU here; use device=cpu")
     return device
+
+
+def _damaged(spec: ModelSpec, folder: Path, what: str, error: Exception) -> str:
+    return (
+        f"{spec.name}: its {what} in {folder} cannot be read, a file there is missing, cut short or "
+        f"damaged ({_in_short(error)}). {_remedy(spec)}"
+    )
+
+
+def _in_short(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _remedy(spec: ModelSpec) -> str:
+    if spec.id.startswith("zoo:"):
+        return "Install kvmap again: the weights come with it"
+    if Path(spec.id).expanduser().is_dir():
+        return "Copy or download that folder again, and see that it is complete"
+    revision = f" --revision {spec.revision}" if spec.revision else ""
+    return f"Download it again: hf download {spec.id}{revision} --force-download"
 
 
 def _gguf(spec: ModelSpec) -> dict[str, str]:

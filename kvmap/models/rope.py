@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -35,14 +34,6 @@ class Rotation:
     def rotary_dim(self) -> int:
         """How many leading channels of a head turn; the rest pass untouched."""
         return 2 * self.inv_freq.numel()
-
-    def digest(self) -> str:
-        """A hash of the content, the same in every process."""
-        content = hashlib.sha256(
-            self.inv_freq.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
-        )
-        content.update(f"{self.scaling!r} {self.layout}".encode())
-        return content.hexdigest()
 
     def matches(self, other: Rotation | None) -> bool:
         """Whether `other` turns keys in exactly the same way."""

@@ -12,7 +12,7 @@ from typing import Any
 from kvmap.config import ConfigError
 from kvmap.errors import KvmapError
 from kvmap.fit.moments import CacheShape, geometry_shape, moments_bytes
-from kvmap.mappers.linear import linear_weight_count
+from kvmap.mappers.linear import linear_feature_count, linear_weight_count
 from kvmap.metrics import Metric
 from kvmap.stages.context import Context
 
@@ -116,8 +116,7 @@ def _top_k(ctx: Context) -> int:
 
 def _n_features(ctx: Context) -> int:
     """p: k H_s d_s, or k d_s where a head reads one head of each layer."""
-    n_heads, head_dim = _shape(ctx, "source")[0]
-    return _top_k(ctx) * head_dim * (n_heads if ctx.cfg.mapper.support == "full_head" else 1)
+    return linear_feature_count(_shape(ctx, "source"), _top_k(ctx), ctx.cfg.mapper.support)
 
 
 def _n_rows(ctx: Context) -> int:

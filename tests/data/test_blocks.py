@@ -44,6 +44,16 @@ def test_document_packing_takes_the_first_tokens_of_every_long_enough_document(l
     assert (blocks.n_sequences, blocks.length) == (2, 3)
 
 
+def test_blocks_are_counted_and_no_document_is_read_after_the_last(letters, caplog):
+    texts = iter(["a b c", "d e f", "g h i", "j k l"])
+    with caplog.at_level("INFO", "kvmap.progress"):
+        blocks = token_blocks(texts, letters, n_sequences=2, length=3, packing="document")
+    (line,) = caplog.messages
+    assert line.startswith("tokens: sequences: 2 done in")
+    assert blocks.n_read == 2
+    assert next(texts) == "g h i"
+
+
 def test_a_block_starts_as_a_prefill_of_that_text_would(with_bos):
     blocks = token_blocks(["nobody said a word ."], with_bos, n_sequences=1, length=5, packing="document")
     assert blocks.input_ids.tolist() == [with_bos("nobody said a word .")["input_ids"][:5]]

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import pytest
 import torch
 from sklearn.metrics import r2_score
 
-from kvmap.diagnostics.reconstruction import heat_map, layer_means, probe_rows, r2_metrics, r2_rows
+from kvmap.diagnostics.reconstruction import probe_rows, r2_metrics, r2_rows
 from kvmap.errors import KvmapError
 from kvmap.fit.linear import fit_linear
 from kvmap.fit.moments import PairMoments
@@ -88,26 +85,6 @@ def test_the_fitted_mapper_beats_its_controls_and_the_mean_scores_nothing(mapper
     assert max(held_out[kind] for kind in ("bias_only", "random")) < 0.05
     assert means["bias_only"]["diagnose/fit/bias_only/r2_key"].value == pytest.approx(0, abs=1e-6)
     assert means["full_head"]["diagnose/fit/full_head/r2_key"].n == 4
-
-
-def test_layer_means_and_the_heat_map_hold_the_same_numbers(mappers, moments):
-    rows = r2_rows(mappers["full_head"], moments, splits=("held_out",))
-    matrix = np.array(heat_map(rows, "key", "held_out"))
-    assert matrix.shape == (2, 2)
-    for row in layer_means(rows):
-        if row["kind"] == "key":
-            assert row["r2"] == pytest.approx(matrix[row["layer"]].mean())
-    assert heat_map(rows, "key", "fit") == []
-
-
-def test_a_head_that_a_layer_lacks_is_nan_in_the_heat_map_only():
-    rows = [
-        {"layer": layer, "head": head, "kind": "key", "split": "fit", "r2": 0.5}
-        for layer, head in ((0, 0), (1, 1))
-    ]
-    matrix = heat_map(rows, "key", "fit")
-    assert math.isnan(matrix[0][1])
-    assert matrix[1][1] == 0.5
 
 
 def test_probe_rows_rank_the_layer_each_target_layer_was_made_from_first(moments):

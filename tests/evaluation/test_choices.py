@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from kvmap.evaluation.choices import (
 from kvmap.evaluation.encoding import encode_item, left_pad
 from kvmap.evaluation.items import Item
 from kvmap.mappers import Unavailable
+from kvmap.models import capture
 from kvmap.models.pair import LoadedModel, ModelPair
 from kvmap.transfer import TransferOptions, native
 
@@ -126,14 +128,55 @@ def test_the_identity_pair_keeps_every_score_prediction_and_text(identity_pair, 
         assert by_arm["no_context"][key].logliks != pytest.approx(target.logliks, abs=1e-2)
 
 
-def test_the_source_reads_each_batch_once_whatever_the_arms(monkeypatch, pair, arms, items):
-    from kvmap.evaluation import arms as room
+def count_prefills(monkeypatch):
+    """Models by name, one entry each time one reads contexts, in whichever module of kvmap that is asked."""
+    readers = []
+    real = capture.prefill
 
-    calls = []
-    real = room.prefill
-    monkeypatch.setattr(room, "prefill", lambda *given: calls.append(1) or real(*given))
-    run(pair, arms, items, batch_size=2, generate=False)
-    assert len(calls) == 3
+    def counted(loaded, *given):
+        readers.append(loaded.identity.name)
+        return real(loaded, *given)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kvmap") and getattr(module, "prefill", None) is real:
+            monkeypatch.setattr(module, "prefill", counted)
+    return readers
+
+
+@pytest.mark.parametrize("chosen", [ARMS, ("target", "source"), ("target", "mapped", "bias_only")])
+def test_the_source_reads_each_batch_once_whatever_the_arms(monkeypatch, pair, arms, items, chosen):
+    readers = count_prefills(monkeypatch)
+    run(pair, {arm: arms[arm] for arm in chosen}, items, batch_size=2, generate=False)
+    assert readers.count("source") == 3
+    assert readers.count("target") >= 3
+
+
+def test_results_say_how_many_tokens_were_mapped(results):
+    for result in results:
+        native = result.arm in ("target", "source", "no_context")
+        assert result.n_mapped == (0 if native else result.n_context - 2)
+        assert result.row()["n_mapped"] == result.n_mapped
+
+
+def test_arms_that_would_map_nothing_at_all_are_refused(pair, arms, items):
+    both = {"target": None, "mapped": arms["mapped"]}
+    longest = max(r.n_context for r in run(pair, {"target": None}, items, generate=False))
+    options = TransferOptions(native_head=longest - 2, hold_back=2)
+    with pytest.raises(KvmapError, match=f"native_head={longest - 2} and hold_back=2 cover every context"):
+        evaluate_items(pair, both, items, options=options, progress=quiet)
+    # one token of one context is something, and natively all of it is fine
+    options = dataclasses.replace(options, hold_back=1)
+    found = evaluate_items(pair, both, items, options=options, generate=False, progress=quiet)
+    assert sorted(r.n_mapped for r in found if r.arm == "mapped")[-1] == 1
+    options = TransferOptions(native_head=longest)
+    evaluate_items(pair, {"target": None}, items[:1], options=options, generate=False, progress=quiet)
+
+
+def test_two_items_that_cannot_be_told_apart_are_refused(pair, items):
+    twice = [*items, dataclasses.replace(items[0], context="another file of that name : a b")]
+    message = f"task '{items[0].task}' has two items with the id '{items[0].id}'.*rename one"
+    with pytest.raises(KvmapError, match=message):
+        run(pair, {"target": None}, twice)
 
 
 def test_truncation_is_shared_by_all_arms_and_counted(pair, arms, items):

@@ -14,7 +14,7 @@ from kvmap.evaluation.summary import summarise_perplexity
 from kvmap.models.capture import prefill
 from kvmap.models.pair import LoadedModel, ModelPair
 from kvmap.transfer import TransferOptions
-from tests.evaluation.test_choices import quiet
+from tests.evaluation.test_choices import count_prefills, quiet
 from tests.tiny_random_models import FAMILIES
 
 OPTIONS = TransferOptions()
@@ -132,6 +132,19 @@ def test_rows_and_the_callback_hold_each_sequence_once(pair, arms, blocks, resul
     rows = results["mapped"].rows()
     assert [row["sequence"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[0]["nll_nats"] == results["mapped"].nll[0]
+
+
+def test_the_source_reads_each_batch_once(monkeypatch, pair, arms, blocks):
+    readers = count_prefills(monkeypatch)
+    run(pair, arms, blocks)
+    assert readers.count("source") == 3
+
+
+def test_arms_that_would_map_nothing_of_the_prefix_are_refused(pair, arms, blocks):
+    some = {"target": None, "bias_only": arms["bias_only"]}
+    with pytest.raises(KvmapError, match=r"native_head=1 and hold_back=1 cover .* has 2 tokens\): bias_only"):
+        run(pair, some, blocks, prefix_tokens=2)
+    run(pair, {"target": None, "no_context": None}, blocks, prefix_tokens=2)
 
 
 @pytest.mark.parametrize("prefix", [0, 47, 60])

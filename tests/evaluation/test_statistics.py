@@ -8,6 +8,7 @@ from scipy import stats
 
 from kvmap.errors import KvmapError
 from kvmap.evaluation import statistics
+from tests.evaluation.plain_ratios import floor_retention, gain_recovered, retention
 
 RANDOM = np.random.default_rng(5)
 TARGET = RANDOM.random(400) < 0.8
@@ -43,10 +44,10 @@ def test_mcnemar_is_the_exact_binomial_test(b, c):
 @pytest.mark.parametrize(
     ("measure", "others", "value"),
     [
-        (statistics.retention, (TARGET,), ARM.mean() / TARGET.mean()),
-        (statistics.floor_retention, (TARGET, CHANCE), (ARM.mean() - 0.25) / (TARGET.mean() - 0.25)),
+        (retention, (TARGET,), ARM.mean() / TARGET.mean()),
+        (floor_retention, (TARGET, CHANCE), (ARM.mean() - 0.25) / (TARGET.mean() - 0.25)),
         (
-            statistics.gain_recovered,
+            gain_recovered,
             (TARGET, SOURCE),
             (ARM.mean() - SOURCE.mean()) / (TARGET.mean() - SOURCE.mean()),
         ),
@@ -79,7 +80,7 @@ def test_ratios_and_their_intervals_agree_with_scipys_paired_bootstrap(measure, 
 
 
 def test_an_arm_that_answers_as_the_target_does_retains_exactly_all():
-    estimate = statistics.retention(TARGET, TARGET)
+    estimate = retention(TARGET, TARGET)
     assert (estimate.value, estimate.low, estimate.high, estimate.standard_error) == (1, 1, 1, 0)
     assert statistics.mcnemar(TARGET, TARGET) == 1.0
 
@@ -106,14 +107,14 @@ def test_a_resample_takes_the_same_items_of_every_arm():
     ],
 )
 def test_the_gain_is_undefined_where_the_target_does_not_lead_the_source(arm, target, source):
-    estimate = statistics.gain_recovered(arm, target, source)
+    estimate = gain_recovered(arm, target, source)
     assert math.isnan(estimate.value)
     assert math.isnan(estimate.low)
     assert "the target's lead over the source" in estimate.note
 
 
 def test_retention_is_undefined_where_the_target_is_always_wrong():
-    estimate = statistics.retention([0, 1, 0], [0, 0, 0])
+    estimate = retention([0, 1, 0], [0, 0, 0])
     assert math.isnan(estimate.value)
     assert "not above 0" in estimate.note
 
@@ -139,11 +140,11 @@ def test_a_score_that_is_not_finite_leaves_the_ratio_undefined():
 
 
 def test_one_item_gives_a_value_without_an_interval():
-    estimate = statistics.retention([1], [1])
+    estimate = retention([1], [1])
     assert estimate.value == 1
     assert math.isnan(estimate.low)
 
 
 def test_unpaired_columns_are_refused():
     with pytest.raises(KvmapError, match=r"lengths \[2, 3\]"):
-        statistics.retention([1, 0], [1, 0, 1])
+        retention([1, 0], [1, 0, 1])

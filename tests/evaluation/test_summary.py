@@ -11,6 +11,7 @@ from kvmap.evaluation.choices import ItemResult, evaluate_items
 from kvmap.evaluation.perplexity import PerplexityResult
 from kvmap.evaluation.summary import summarise_items, summarise_perplexity
 from kvmap.transfer import TransferOptions
+from tests.evaluation.plain_ratios import floor_retention, gain_recovered, retention
 from tests.evaluation.test_choices import quiet
 
 RANDOM = np.random.default_rng(3)
@@ -56,9 +57,9 @@ def test_every_number_of_a_task_is_that_of_the_plain_statistic(summary, columns,
     chance = np.full(TASKS[task], 0.25)
     expected = {
         "accuracy": statistics.mean(mapped),
-        "retention": statistics.retention(mapped, target),
-        "floor_retention": statistics.floor_retention(mapped, target, chance),
-        "gain_recovered": statistics.gain_recovered(mapped, target, source),
+        "retention": retention(mapped, target),
+        "floor_retention": floor_retention(mapped, target, chance),
+        "gain_recovered": gain_recovered(mapped, target, source),
     }
     for metric, estimate in expected.items():
         row = rows[task, "mapped", metric]

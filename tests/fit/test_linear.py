@@ -46,6 +46,18 @@ def regressors(
     return rows_of(tuple(chosen))
 
 
+@pytest.mark.parametrize("selection", [SELECTION, ALL])
+def test_a_fast_fit_says_one_line_for_keys_and_one_for_values(
+    caplog: pytest.LogCaptureFixture, selection: tuple[tuple[int, ...], ...]
+) -> None:
+    moments = moments_of(pair_of_caches())
+    with caplog.at_level("INFO", "kvmap.progress"):
+        fit_linear(moments, selection, "full_head", 0.01)
+    assert [line.split(" done")[0] for line in caplog.messages] == [
+        f"fit: {kind} maps of target layers: 2" for kind in ("key", "value")
+    ]
+
+
 @pytest.mark.parametrize("support", SUPPORTS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("ridge_lambda", [0.01, 20.0])

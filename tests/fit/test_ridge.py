@@ -193,8 +193,15 @@ def test_r2_of_a_head_that_never_varies_is_1_when_met_and_0_when_not() -> None:
 
 
 def test_too_few_rows_are_refused_and_few_rows_warned_about() -> None:
-    with pytest.raises(TooFewRows, match=r"100 calibration rows for 100 features.*better 200"):
+    with pytest.raises(TooFewRows, match=r"100 calibration rows for 100 features.*better 200") as refused:
         check_rows(100, 100)
+    for remedy in (
+        "calibration.n_sequences",
+        "mapper.top_k",
+        "mapper=head_local",
+        "mapper.allow_few_rows=true",
+    ):
+        assert remedy in str(refused.value)
     with pytest.warns(FewRowsWarning, match="199 calibration rows"):
         check_rows(199, 100)
     with pytest.warns(FewRowsWarning):

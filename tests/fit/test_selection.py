@@ -48,6 +48,14 @@ def test_heads_are_matched_in_groups(n_source: int, n_target: int, expected: tup
     assert head_map(n_source, n_target) == expected
 
 
+def test_a_fast_probe_says_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    moments = moments_of(pair_of_caches())
+    with caplog.at_level("INFO", "kvmap.progress"):
+        probe(moments)
+    (line,) = caplog.messages
+    assert line.startswith("probe: source layers, keys and values: 6 done in")
+
+
 def test_a_model_without_heads_is_refused() -> None:
     with pytest.raises(SelectionError, match="at least 1"):
         head_map(0, 2)

@@ -23,7 +23,7 @@ from kvmap.mappers import (
     mapper_kinds,
     register,
 )
-from kvmap.mappers.linear import linear_weight_count
+from kvmap.mappers.linear import linear_feature_count, linear_weight_count
 from kvmap.models.cache import KVCache
 from tests.fit.caches import (
     GROUPED_TARGET_SHAPE,
@@ -162,6 +162,12 @@ def test_the_number_of_weights_is_the_papers_formula() -> None:
     assert LinearMapper(weights).n_weights == 2 * layers * heads * (2 * 2 * 3) * width
     assert linear_weight_count(SOURCE_SHAPE, TARGET_SHAPE, 2, "full_head") == 2 * 2 * 2 * 12 * 4
     assert linear_weight_count(SOURCE_SHAPE, TARGET_SHAPE, 2, "head_local") == 2 * 2 * 2 * 6 * 4
+    uneven = ((2, 3), (4, 5), (1, 6))  # the two widest: 20 and 6 with all heads, 6 and 5 with one
+    assert linear_feature_count(uneven, 2, "full_head") == 26
+    assert linear_feature_count(uneven, 2, "head_local") == 11
+    assert linear_weight_count(uneven, ((1, 5), (3, 2)), 3, "full_head") == 2 * 32 * (5 + 6)
+    with pytest.raises(UnknownName, match="'full_head'"):
+        linear_feature_count(uneven, 2, "full-head")
     # [H] table: Qwen3 14B → 32B, k = 8 and 8B → 32B, k = 12: 1.07 and 1.61 billion
     assert round(linear_weight_count(((8, 128),) * 40, ((8, 128),) * 64, 8, "full_head") / 1e9, 2) == 1.07
     assert round(linear_weight_count(((8, 128),) * 36, ((8, 128),) * 64, 12, "full_head") / 1e9, 2) == 1.61

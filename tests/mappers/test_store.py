@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from kvmap.fit.linear import fit_linear
 from kvmap.mappers import (
     BiasOnlyMapper,
+    FittedFor,
     IdentityMapper,
     LinearMapper,
     Mapper,
@@ -181,3 +182,37 @@ def test_a_mapper_of_other_models_is_refused_naming_what_differs(tmp_path: Path)
         check_identities(manifest, large, large)
     with pytest.raises(MapperMismatch, match="names no source model"):
         check_identities({}, small, large)
+    with pytest.raises(MapperMismatch, match="names no target model"):
+        check_identities({"source": identity_record(small)}, small, large)
+
+
+def test_a_loaded_mapper_knows_what_it_was_fitted_for_and_keeps_it_elsewhere(tmp_path: Path) -> None:
+    small = ModelIdentity("small", "w1", "c1", "t", "r1", "float32")
+    large = ModelIdentity("large", "w2", "c2", "t", "r2", "float32")
+    manifest = {"source": identity_record(small), "target": identity_record(large), "rope": "coupled"}
+    for mapper in every_mapper():
+        assert mapper.fitted_for is None
+        save_mapper(mapper, tmp_path, manifest)
+        loaded, _ = load_mapper(tmp_path)
+        assert loaded.fitted_for == FittedFor(small, large, "coupled")
+        assert loaded.to("cpu", torch.float64).fitted_for == loaded.fitted_for
+        loaded.check_models(small, large, "coupled")
+        loaded.check_models(None, large, "coupled")
+        with pytest.raises(MapperMismatch, match=r"source weights.*target weights.*rope: 'coupled'"):
+            loaded.check_models(large, small, "strip")
+    save_linear(tmp_path)
+    assert load_mapper(tmp_path)[0].fitted_for is None
+
+
+def test_a_manifest_whose_identity_is_not_one_is_refused(tmp_path: Path) -> None:
+    save_mapper(every_mapper()[0], tmp_path, {"source": {"name": "x"}, "target": {}})
+    with pytest.raises(MapperFileError, match="whole 'linear' mapper"):
+        load_mapper(tmp_path)
+
+
+@pytest.mark.parametrize("fit", ["strip", "no_rerotate", "coupled", None])
+@pytest.mark.parametrize("rope", ["strip", "no_rerotate", "coupled"])
+def test_content_strategies_share_a_fit_and_coupled_does_not(fit: str | None, rope: str) -> None:
+    model = ModelIdentity("model", "w", "c", "t", "r", "float32")
+    found = FittedFor(model, model, fit).mismatches(model, model, rope)
+    assert bool(found) == (fit is not None and (fit == "coupled") != (rope == "coupled"))

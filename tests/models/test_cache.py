@@ -12,12 +12,10 @@ from kvmap.models.cache import (
     KVCache,
     cache_argument,
     from_transformers,
-    join_tokens,
     to_transformers,
 )
 from kvmap.models.capture import forward, prefill
 from kvmap.models.loaded import LoadedModel
-from kvmap.models.rope import Rotation
 from tests.tiny_random_models import FAMILIES, random_ids
 
 
@@ -103,23 +101,6 @@ def test_slices_rows_and_sizes():
     assert kv.select_rows([1, 1, 0]).batch_size == 3
     assert (kv.n_layers, kv.n_tokens, kv.batch_size) == (3, 4, 2)
     assert kv.nbytes == 2 * 3 * 2 * 4 * 4 * 2 * 4
-
-
-def test_parts_join_to_the_whole():
-    rotation = Rotation(torch.ones(1), 1.0, "half")
-    kv = encoded(rotations=(rotation, None, rotation))
-    whole = join_tokens([kv.slice_tokens(0, 1), kv.slice_tokens(1, 3), kv.slice_tokens(3, None)])
-    assert all(torch.equal(a, b) for a, b in zip(whole.keys, kv.keys, strict=True))
-    assert torch.equal(whole.positions, kv.positions)
-    assert whole.exact
-    part = dataclasses.replace(kv.slice_tokens(1, None), exact=False)
-    assert not join_tokens([kv.slice_tokens(0, 1), part]).exact
-
-
-def test_parts_of_different_rotation_do_not_join():
-    one, two = encoded(rotations=(None,) * 3), encoded()
-    with pytest.raises(InvalidCache, match="different rotations"):
-        join_tokens([one, two])
 
 
 def test_strip_and_rotate_guard_each_other():

@@ -22,7 +22,6 @@ from kvmap.models.identity import (
 )
 from kvmap.models.load import load_model, read_identity
 from kvmap.models.loaded import LoadedModel
-from kvmap.models.rope import Rotation
 from kvmap.models.spec import ModelSpec
 from tests.models.tiny_tokenizers import byte_level_tokenizer
 from tests.tiny_random_models import FAMILIES
@@ -56,7 +55,7 @@ def test_a_copy_is_the_same_model_under_another_name(saved, tmp_path):
     copy = shutil.copytree(saved, tmp_path / "copy")
     assert parts_that_differ(saved, copy) == []
     one, two = (read_identity(ModelSpec(str(folder))) for folder in (saved, copy))
-    assert one.digest() == two.digest()
+    assert dataclasses.replace(one, name=two.name) == two
     assert one.name != two.name
 
 
@@ -159,12 +158,10 @@ def test_models_in_memory_have_identities_too():
 def test_the_key_does_not_depend_on_the_hash_seed(saved):
     script = (
         "import sys; from kvmap.models.load import read_identity; from kvmap.models.spec import ModelSpec; "
-        "from kvmap.models.rope import Rotation; import torch; "
-        "print(read_identity(ModelSpec(sys.argv[1])).digest(), Rotation(torch.ones(4), 1.5, 'half').digest())"
+        "print(read_identity(ModelSpec(sys.argv[1])))"
     )
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     environment = {**os.environ, "PYTHONHASHSEED": seed}
     command = [sys.executable, "-c", script, str(saved)]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    here = read_identity(ModelSpec(str(saved))).digest(), Rotation(torch.ones(4), 1.5, "half").digest()
-    assert run.stdout.strip().splitlines()[-1] == " ".join(here)
+    assert run.stdout.strip().splitlines()[-1] == str(read_identity(ModelSpec(str(saved))))

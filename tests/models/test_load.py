@@ -118,8 +118,68 @@ def test_a_checkpoint_that_lacks_tensors_is_refused(saved, tmp_path):
 
 def test_a_folder_without_a_tokenizer_is_refused(saved, tmp_path):
     copy = shutil.copytree(saved, tmp_path / "copy", ignore=shutil.ignore_patterns("tokenizer*"))
-    with pytest.raises(ModelNotFound, match="no tokenizer"):
+    with pytest.raises(
+        ModelNotFound,
+        match=rf"(?s)no tokenizer .* from {copy} \(tokenizer files there: none\).*Copy or download",
+    ):
         load_model(spec_of(copy))
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, 20_000])
+def test_a_truncated_checkpoint_is_named(saved, tmp_path, kept):
+    copy = shutil.copytree(saved, tmp_path / "copy")
+    whole = (copy / "model.safetensors").read_bytes()
+    assert kept < len(whole)
+    (copy / "model.safetensors").write_bytes(whole[:kept])
+    with pytest.raises(
+        IncompleteWeights, match=rf"weights in {copy} cannot be read.*Copy or download that folder"
+    ):
+        load_model(spec_of(copy))
+
+
+def test_a_damaged_header_is_named_where_the_dtype_is_read_from_it(saved, tmp_path):
+    copy = shutil.copytree(saved, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "dtype"}))
+    for content in (b"", b"\xff" * 40, b"\x04" + bytes(7) + b"\xff" * 4):
+        (copy / "model.safetensors").write_bytes(content)
+        with pytest.raises(IncompleteWeights, match=rf"files in {copy} cannot be read"):
+            read_identity(spec_of(copy))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"<html>not found</html>", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    ("name", "error", "what"),
+    [
+        ("config.json", ModelNotFound, "config in"),
+        ("tokenizer.json", ModelNotFound, "no tokenizer could be loaded from"),
+        ("tokenizer_config.json", ModelNotFound, "no tokenizer could be loaded from"),
+    ],
+)
+def test_a_file_that_is_not_json_is_named(saved, tmp_path, name, error, what, content):
+    copy = shutil.copytree(saved, tmp_path / "copy")
+    (copy / name).write_bytes(content)
+    with pytest.raises(error, match=rf"{copy}: .*{what} {copy}"):
+        load_model(spec_of(copy))
+
+
+def test_a_damaged_index_of_shards_is_named(saved, tmp_path):
+    copy = shutil.copytree(saved, tmp_path / "copy", ignore=shutil.ignore_patterns("*.safetensors"))
+    for content in ("{", "{}"):
+        (copy / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(IncompleteWeights, match=rf"files in {copy} cannot be read"):
+            load_model(spec_of(copy))
+
+
+def test_loading_warns_about_nothing(saved):
+    script = (
+        "import sys; from kvmap.models.load import load_model; from kvmap.models.spec import ModelSpec; "
+        "load_model(ModelSpec(sys.argv[1], device='cpu', dtype='bfloat16'))"
+    )
+    command = [sys.executable, "-W", "error::FutureWarning", "-c", script, str(saved)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = run.stderr.replace("\r", "\n").splitlines()
+    assert [line for line in lines if line.strip() and "Loading weights" not in line] == []
 
 
 @pytest.mark.parametrize(

@@ -82,13 +82,11 @@ def test_bfloat16_keys_are_turned_in_float32():
     assert torch.equal(out, apply_rotation(keys.float(), positions, make("half")))
 
 
-def test_digest_and_matches_follow_the_content():
+def test_a_rotation_matches_by_content():
     one, same = make("half"), make("half")
     others = [make("interleaved"), make("half", 1.1), make("half", rotary_dim=6)]
-    assert one.digest() == same.digest()
     assert one.matches(same)
     for other in others:
-        assert one.digest() != other.digest()
         assert not one.matches(other)
     assert same_rotations((one, None), (same, None))
     assert not same_rotations((one, None), (same, same))

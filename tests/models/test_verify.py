@@ -89,7 +89,7 @@ def test_a_geometry_other_than_the_tensors_is_found():
 
 def test_the_check_leaves_a_dynamic_model_as_it_was():
     loaded = LoadedModel.from_model(FAMILIES["llama_dynamic"]())
-    before = loaded.rotations(10)[0].digest()
+    before = loaded.rotations(10)[0]
     check_rotation(loaded)
-    assert loaded.rotations(10)[0].digest() == before
+    assert loaded.rotations(10)[0].matches(before)
     assert int(loaded.body.rotary_emb.max_seq_len_cached) == 32
