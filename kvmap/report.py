@@ -95,7 +95,7 @@ def read_arms(directory: Path) -> list[Row]:
         return rows
     for key, metric in read_metrics(directory).items():
         parts = key.split("/")
-        if len(parts) == 4 and parts[2] in figures.ARMS:
+        if len(parts) == 4 and parts[0] == "evaluate" and parts[2] in figures.ARMS:
             facts = {"value": metric.value, "n": metric.n, "standard_error": metric.standard_error}
             rows.append({"task": parts[1], "arm": parts[2], "metric": parts[3], **facts})
     return rows

@@ -34,6 +34,7 @@ __all__ = ["BACKENDS", "Metric", "Run", "RunExists", "fresh_directory", "read_me
 BACKENDS = ("none", "wandb", "wandb_online")
 SCHEMA_VERSION = 1
 DIFF_CHARACTERS_INLINE = 4000
+ERROR_CHARACTERS = 500
 FIGURE_DPI = 300
 
 _logger = logging.getLogger(__name__)
@@ -273,8 +274,8 @@ class Run:
 
     def _record_failure(self, error: BaseException) -> None:
         interrupted = isinstance(error, KeyboardInterrupt)
-        lines = str(error).strip().splitlines() or [""]
-        said = f"{type(error).__name__}: {lines[0]}".rstrip(": ")
+        message = " ".join(str(error).split())[:ERROR_CHARACTERS]
+        said = f"{type(error).__name__}: {message}".rstrip(": ")
         self._record["error"] = "interrupted" if interrupted else said
         write_text(self.directory / "traceback.txt", "".join(traceback.format_exception(error)))
         self._record["traceback_file"] = "traceback.txt"

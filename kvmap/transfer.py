@@ -137,7 +137,7 @@ def transfer(
             is the caller's to know: a cache carries no ids.
 
     A dynamic or longrope model runs its own first tokens with the frequencies of the whole context. A
-    `native_prefix` read within a shorter context is turned to them, but keeps the hidden states it was read with.
+    `native_prefix` read within a shorter context is turned to them, but keeps the hidden states it had there.
 
     Raises:
         TransferError: naming the mismatch, or the layer whose mapped keys or values are not finite.

@@ -142,7 +142,7 @@ def test_names_cannot_leave_the_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (KvmapError("pair 'x' is unknown\nmore"), "KvmapError: pair 'x' is unknown"),
+        (KvmapError("pair 'x' is unknown\nmore"), "KvmapError: pair 'x' is unknown more"),
         (KeyboardInterrupt(), "interrupted"),
         (SystemExit(3), "SystemExit: 3"),
         (ValueError(), "ValueError"),

@@ -14,5 +14,5 @@ kvmap=(python -m kvmap.run experiment=first_transfer calibration.data.path="$tex
 "${kvmap[@]}" study=first_transfer_controls \
     hydra.sweeper.params='{transfer.native_head: "1,0", mapper: head_local}' \
     'evaluation.arms=[target,source,mapped,bias_only,raw,random,no_context]' \
-    "evaluation.jsonl.paths=[$questions]" evaluation.jsonl.limit=40 \
+    "evaluation.jsonl.paths=[$questions]" evaluation.jsonl.limit=30 evaluation.generate=false \
     'stages=[plan,calibrate,fit,diagnose,evaluate,benchmark,report]' 'benchmark.lengths=[128,512]' benchmark.repeats=3

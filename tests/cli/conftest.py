@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvmap import run as cli
+from kvmap.config import start_token
 
 Answer = tuple[int, str, str]
 
@@ -21,7 +22,8 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
         from hydra.core.global_hydra import GlobalHydra
 
         GlobalHydra.instance().clear()
-        monkeypatch.setattr(sys, "argv", ["kvmap.run", *overrides])
+        start_token.cache_clear()  # each call stands for a process of its own
+        monkeypatch.setattr(sys, "argv", ["kvmap.run", "experiment=debug", *overrides])
         with pytest.raises(SystemExit) as stop:
             cli.main()
         captured = capsys.readouterr()

@@ -104,7 +104,7 @@ def test_other_ways_to_pair(
 def test_interrupt_keeps_what_was_finished(tmp_path: Path) -> None:
     """Ctrl-C while the evaluation runs: status 130, moments and mapper are there, the record says so."""
     command = [sys.executable, "-m", "kvmap.run", "experiment=debug", f"outputs={tmp_path}"]
-    command += ["evaluation.world.n_per_kind=2000", "evaluation.batch_size=2", "tracking=none"]
+    command += ["evaluation.world.n_per_kind=200", "evaluation.batch_size=2", "tracking=none"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path)
     deadline = time.monotonic() + 90
