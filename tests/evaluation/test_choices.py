@@ -133,9 +133,9 @@ def count_prefills(monkeypatch):
     readers = []
     real = capture.prefill
 
-    def counted(loaded, *given):
+    def counted(loaded, *given, **named):
         readers.append(loaded.identity.name)
-        return real(loaded, *given)
+        return real(loaded, *given, **named)
 
     for name, module in list(sys.modules.items()):
         if name.startswith("kvmap") and getattr(module, "prefill", None) is real:
