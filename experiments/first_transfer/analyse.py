@@ -79,7 +79,8 @@ def draw(results: pd.DataFrame) -> None:
 
 def main() -> None:
     """Entry point."""
-    jobs = [job.parent for root in sys.argv[1:] for job in sorted(Path(root).glob("*/run.json"))]
+    records = [record for root in sys.argv[1:] for record in sorted(Path(root).glob("*/run.json"))]
+    jobs = [record.parent for record in records if read_json(record)["status"] == "done"]
     if not jobs:
         sys.exit(__doc__)
     results = pd.DataFrame([row for job in jobs for row in job_rows(job)])
