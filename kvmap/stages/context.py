@@ -32,15 +32,19 @@ class Context:
         run: the record the stages log to.
         store: artifacts shared by all runs under `outputs`.
         pair: the two models, loaded on first use.
+        models: their configuration by the part they play, which `direction=down` exchanges.
+        keys: where in the configuration each of them stands.
     """
 
     def __init__(self, cfg: Config, run: Run) -> None:
         self.cfg = cfg
         self.run = run
         self.store = ArtifactStore(Path(cfg.outputs) / "artifacts")
+        self.keys = {"source": "pair.source", "target": "pair.target"}
         source, target = cfg.pair.source, cfg.pair.target
         if cfg.direction == "down":
             source, target = target, source
+            self.keys = {"source": "pair.target", "target": "pair.source"}
         self.models: dict[str, ModelConfig] = {"source": source, "target": target}
         self.specs = {role: _spec(model) for role, model in self.models.items()}
         self.pair = ModelPair(self.specs["source"], self.specs["target"])

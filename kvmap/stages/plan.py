@@ -63,7 +63,7 @@ def _geometry_mistakes(ctx: Context) -> Iterator[str]:
             found = said if geometry is None else getattr(geometry, name)
             if said is not None and said != found:
                 yield (
-                    f"pair.{role}.geometry.{name}={said}: {ctx.models[role].id} has {found}; "
+                    f"{ctx.keys[role]}.geometry.{name}={said}: {ctx.models[role].id} has {found}; "
                     f"another model or revision than the pair file means? Correct the one or the other"
                 )
     n_layers = len(_shape(ctx, "source"))
