@@ -106,7 +106,15 @@ def test_interrupt_keeps_what_was_finished(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvmap.run", "experiment=debug", f"outputs={tmp_path}"]
     command += ["evaluation.world.n_per_kind=200", "evaluation.batch_size=2", "tracking=none"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path)
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+        # A test run in the background of a shell ignores Ctrl-C, and its children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     deadline = time.monotonic() + 90
     while not list(tmp_path.glob("debug/*/tables/items.csv")):
         assert process.poll() is None, process.stderr and process.stderr.read()
