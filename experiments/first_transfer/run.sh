@@ -15,5 +15,5 @@ kvmap=(python -m kvmap.run experiment=first_transfer calibration.data.path="$tex
     hydra.sweeper.params='{transfer.native_head: "1,0", mapper: head_local}' \
     'evaluation.arms=[target,source,mapped,bias_only,raw,random,no_context]' \
     "evaluation.jsonl.paths=[$questions]" evaluation.jsonl.limit=30 evaluation.generate=false \
-    evaluation.perplexity.n_sequences=6 \
+    evaluation.perplexity.n_sequences=4 \
     'stages=[plan,calibrate,fit,diagnose,evaluate,benchmark,report]' 'benchmark.lengths=[128,512]' benchmark.repeats=3
