@@ -64,13 +64,22 @@ def draw(results: pd.DataFrame) -> None:
                 color=COLOURS[support],
                 label=label,
             )
+            left = support == "head_local"
+            place, align = ((-4, 5), "right") if left else ((4, -11), "left")
             for point in points.itertuples():
                 axis.annotate(
-                    f"k={point.top_k}", (point.r2_value, point.value), (3, -9), textcoords="offset points"
+                    point.top_k,
+                    (point.r2_value, point.value),
+                    place,
+                    textcoords="offset points",
+                    ha=align,
+                    fontsize=8,
+                    color=COLOURS[support],
                 )
+        axis.margins(x=0.1)
         axis.axhline(0, color="0.6", linewidth=0.8)
         owner = "mapped (published)" if native_head == 0 else "the target's own"
-        axis.set(title=f"first token {owner}", xlabel="held-out R² of values")
+        axis.set(title=f"first token {owner}", xlabel="held-out R² of values (labels: k)")
     n = int(carried.n.max())
     axes[0].set_ylabel(f"context carried\n(95 % interval, n = {n} sequences)")
     axes[0].legend(frameon=False)

@@ -12,7 +12,7 @@ kvmap=(python -m kvmap.run experiment=first_transfer calibration.data.path="$tex
 
 # 2. Every control once, the latency of the hand-off, and questions whose answer stands in the context.
 "${kvmap[@]}" study=first_transfer_controls \
-    hydra.sweeper.params='{transfer.native_head: "1,0", mapper: head_local}' \
+    hydra.sweeper.params='{transfer.native_head: "1,0", mapper: head_local, mapper.top_k: all}' \
     'evaluation.arms=[target,source,mapped,bias_only,raw,random,no_context]' \
     "evaluation.jsonl.paths=[$questions]" evaluation.jsonl.limit=30 evaluation.generate=false \
     evaluation.perplexity.n_sequences=4 \
