@@ -53,8 +53,22 @@ def local_files(directory: Path) -> set[str]:
     return {name for name in files if not name.startswith("wandb/")}
 
 
-def wandb_records(directory: Path) -> Iterator[Any]:
-    """Records of the offline W&B run: protobuf in LevelDB's log format, blocks of 32 KiB."""
+def wandb_records(directory: Path) -> list[Any]:
+    """Records of the offline W&B run, its exit included.
+
+    W&B's own process writes them, and may do so a moment after `finish` has returned.
+    """
+    deadline = time.monotonic() + 20
+    while True:
+        records = list(_records_so_far(directory))
+        if any(entry.HasField("exit") for entry in records):
+            return records
+        assert time.monotonic() < deadline, f"no exit record among {len(records)} records"
+        time.sleep(0.1)
+
+
+def _records_so_far(directory: Path) -> Iterator[Any]:
+    """Whole records of the file: protobuf in LevelDB's log format, blocks of 32 KiB."""
     pb = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     (file,) = (directory / "wandb").glob("offline-run-*/run-*.wandb")
     data, block, header = file.read_bytes(), 32768, 7
@@ -64,6 +78,8 @@ def wandb_records(directory: Path) -> Iterator[Any]:
             place += block - place % block
             continue
         _, length, kind = struct.unpack("<IHB", data[place : place + header])
+        if place + header + length > len(data):
+            return
         parts += data[place + header : place + header + length]
         place += header + length
         if kind in (1, 4):  # a whole record, or the last part of one
