@@ -33,6 +33,7 @@ def job(cfg: object) -> None:
 
     from kvmap.config import Config, unknown_keys, validate
 
+    # omegaconf types both results as anything a node can be; these nodes are a mapping and a Config.
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False)  # type: ignore[assignment]
     mistakes = [*unknown_keys(plain, Config)]
     mistakes += [f"{key} is not set; set {key}=<value>" for key in sorted(OmegaConf.missing_keys(cfg))]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvmap import provenance
 from kvmap.errors import KvmapError, UnknownName
-from kvmap.files import read_json, replacing, storage_errors, write_csv, write_json, write_text
+from kvmap.files import read_json, replacing, write_csv, write_json, write_text
 from kvmap.locks import machine, process_lives, process_start
 from kvmap.metrics import Metric
 from kvmap.wandb_mirror import WandbMirror
@@ -29,7 +29,7 @@ from kvmap.wandb_mirror import WandbMirror
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["BACKENDS", "Metric", "Run", "RunExists", "fresh_directory", "read_metrics"]
+__all__ = ["BACKENDS", "Metric", "Run", "RunExists", "read_metrics"]
 
 BACKENDS = ("none", "wandb", "wandb_online")
 SCHEMA_VERSION = 1
@@ -43,28 +43,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 class RunExists(KvmapError):
     """The directory holds a finished run, or one that is being written."""
-
-
-def fresh_directory(root: Path, study: str) -> Path:
-    """Makes and gives `<root>/<study>/<UTC time>`, with `-2`, `-3`, ... where starts fall into one second.
-
-    Raises:
-        ValueError: `study` is no plain name.
-        StorageError: The root cannot be written to.
-    """
-    folder = Path(root) / _plain_name("study", study)
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    number = 1
-    while True:
-        directory = folder / (stamp if number == 1 else f"{stamp}-{number}")
-        with storage_errors(directory):
-            folder.mkdir(parents=True, exist_ok=True)
-            try:
-                directory.mkdir()  # atomic: of two same-second starts one gets the name
-            except FileExistsError:
-                number += 1
-                continue
-            return directory
 
 
 def read_metrics(directory: Path) -> dict[str, Metric]:

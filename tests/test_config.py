@@ -175,3 +175,17 @@ def test_outputs_are_anchored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert config.outputs_root() == str(ROOT / "outputs")
     monkeypatch.setenv("KVMAP_OUTPUTS", str(tmp_path / "elsewhere"))
     assert config.outputs_root() == str(tmp_path / "elsewhere")
+
+
+def test_starts_in_one_second_get_directories_of_their_own() -> None:
+    """The directory's name ends in digits that each process draws; its time alone would not do."""
+    register()
+    names = set()
+    for _ in range(24):
+        config.start_token.cache_clear()  # each draw stands for a process of its own
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            cfg = compose("config", overrides=["study=one"], return_hydra_config=True)
+        for directory in (cfg.hydra.run.dir, cfg.hydra.sweep.dir):
+            assert directory.endswith(config.start_token())
+        names.add(Path(cfg.hydra.run.dir).name.rpartition("-")[2])
+    assert len(names) == 24

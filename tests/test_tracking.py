@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 from kvmap.errors import KvmapError
 from kvmap.files import read_json
 from kvmap.progress import HideProgress, track
-from kvmap.tracking import Metric, Run, RunExists, fresh_directory, read_metrics
+from kvmap.tracking import Metric, Run, RunExists, read_metrics
 
 METRICS = {
     "evaluate/lookup/mapped/accuracy": Metric(0.5, 120, 0.046),
@@ -151,8 +150,6 @@ def test_tables_have_every_column(tmp_path: Path) -> None:
 def test_names_cannot_leave_the_directory(tmp_path: Path) -> None:
     with Run(tmp_path, "study", {}, "none") as run, pytest.raises(ValueError, match="plain name"):
         run.table("../arms", ROWS)
-    with pytest.raises(ValueError, match="plain name"):
-        fresh_directory(tmp_path, "a/b")
 
 
 @pytest.mark.parametrize(
@@ -218,13 +215,6 @@ with Run(Path({str(tmp_path)!r}), "study", {{}}, "none") as run:
     assert set(read_metrics(tmp_path / "attempt-1")) == {"a/b/c/old"}
     attempts = record(tmp_path)["attempts"]
     assert [attempt["status"] for attempt in attempts] == ["running", "failed"]
-
-
-def test_same_second_starts_get_directories_of_their_own(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        directories = list(pool.map(lambda _: fresh_directory(tmp_path, "study"), range(24)))
-    assert len(set(directories)) == 24
-    assert all(directory.parent == tmp_path / "study" for directory in directories)
 
 
 def test_the_log_goes_to_the_run_it_belongs_to(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -80,10 +81,10 @@ def latency_rows(
         source_kv = prefill(source, ids)
         mapped_kv = _transfer(source_kv, mapper, target, ids, options)
         calls: dict[str, Callable[[], object]] = {
-            "source_prefill": lambda ids=ids: prefill(source, ids),  # type: ignore[misc]
-            "map": lambda ids=ids, kv=source_kv: _transfer(kv, mapper, target, ids, options),  # type: ignore[misc]
-            "re_prefill": lambda ids=ids: prefill(target, ids),  # type: ignore[misc]
-            "first_token": lambda ids=ids, kv=mapped_kv: forward(target, ids[:, -1:], kv),  # type: ignore[misc]
+            "source_prefill": partial(prefill, source, ids),
+            "map": partial(_transfer, source_kv, mapper, target, ids, options),
+            "re_prefill": partial(prefill, target, ids),
+            "first_token": partial(forward, target, ids[:, -1:], mapped_kv),
         }
         seconds = time_interleaved(calls, repeats, warmup, (source.device, target.device))
         moved = _bytes_moved(source, target, mapper, source_kv, mapped_kv)

@@ -101,7 +101,7 @@ def test_probe_rows_rank_the_layer_each_target_layer_was_made_from_first(moments
 def test_a_mapper_that_is_not_linear_is_refused(moments):
     class Curved(Mapper):
         kind = "curved"
-        map_layer = settings = tensors = from_state = None  # type: ignore[assignment]
+        map_layer = settings = tensors = from_state = None
 
     with pytest.raises(KvmapError, match="'curved' is not linear"):
         r2_rows(Curved(SOURCE, TARGET), moments)

@@ -105,7 +105,7 @@ def test_chunks_their_order_and_sharding_change_nothing_beyond_rounding(
     w = torch.linspace(0.1, 3, 30, dtype=torch.float64) if weighted else None
     edges = [0, *sorted(cuts), 30]
     chunks = [slice(a, b) for a, b in pairwise(edges)]
-    order.shuffle(chunks)  # type: ignore[attr-defined]
+    order.shuffle(chunks)
     streamed, shards = Moments.zeros(4, 3), [Moments.zeros(4, 3), Moments.zeros(4, 3)]
     for i, chunk in enumerate(chunks):
         part = None if w is None else w[chunk]

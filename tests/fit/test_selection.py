@@ -181,7 +181,7 @@ def test_the_proportional_layer_lies_at_the_same_depth(n_source: int, n_target: 
 @pytest.mark.parametrize("top_k", [0, 7, -1, 2.0, True, "every"])
 def test_a_number_of_layers_that_cannot_be_served_is_refused(top_k: object) -> None:
     with pytest.raises(SelectionError, match=r"top_k=.*6 layers; expected an integer from 1 to 6, or 'all'"):
-        select_layers(scores(6, 4), "r2", top_k)  # type: ignore[arg-type]
+        select_layers(scores(6, 4), "r2", top_k)
 
 
 def test_an_unknown_rule_is_answered_with_the_nearest() -> None:

@@ -172,6 +172,6 @@ def test_unknown_names_are_refused() -> None:
     with pytest.raises(UnknownName, match="two_hop"):
         world.questions(seed=0, n=1, kinds=["twohop"])
     with pytest.raises(UnknownName, match="evaluation"):
-        next(world.documents(0, 1, split="evaluate"))  # type: ignore[arg-type]
+        next(world.documents(0, 1, split="evaluate"))
     with pytest.raises(KvmapError, match="min_words=5"):
         next(world.documents(0, 1, min_words=5))
