@@ -5,7 +5,7 @@ OLDEST_TRANSFORMERS := 5.17.*
 
 BIN := .venv/bin
 OLDEST := .venv/oldest
-OLDEST_TESTS := tests/models tests/test_identity.py tests/test_transfer.py
+OLDEST_TESTS := tests/models tests/test_identity.py tests/test_transfer.py tests/test_native_layers.py
 
 # One thread: two beside another busy process are many times slower.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1

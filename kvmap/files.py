@@ -11,7 +11,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,18 +203,21 @@ def _own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return owned
 
 
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Reads every tensor of a safetensors file, on the CPU.
+def load_tensors(path: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Reads the tensors of a safetensors file, on the CPU; only those named, if any are.
 
     Raises:
         ArtifactMissing: There is no such file.
-        ArtifactCorrupt: It is no sound safetensors file.
+        ArtifactCorrupt: It is no sound safetensors file, or lacks a tensor that is named.
     """
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
 
     try:
-        return load_file(path)
+        if names is None:
+            return load_file(path)
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in names}
     except FileNotFoundError:
         raise ArtifactMissing(f"no file {path}") from None
     except SafetensorError as error:

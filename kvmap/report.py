@@ -12,7 +12,7 @@ import argparse
 import csv
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,7 +121,7 @@ def print_summary(directory: Path, console: Console | None = None) -> None:
     for table in tables:
         if table is not None:
             console.print(table)
-    for line in dict.fromkeys(_missing(row) for row in arms):
+    for line in dict.fromkeys([*_map_lines(directory), *(_missing(row) for row in arms)]):
         if line:
             console.print(line, markup=False, highlight=False)
     stages = ", ".join(f"{name} {_seconds(entry['seconds'])}" for name, entry in run["stages"].items())
@@ -274,6 +274,32 @@ def _r2_table(rows: Sequence[Row], first_token: Sequence[Row]) -> Table | None:
             cells.append(_mean_and_worst(values, max))
         table.add_row(f"{kind}s", *cells)
     return table
+
+
+def _map_lines(directory: Path) -> Iterator[str]:
+    """What the tables of the fit and of its diagnosis come to, one line each."""
+    cosines = [number(row["cosine"]) for row in read_table(directory, "attention_output")]
+    if cosines:
+        yield f"attention-output cosine: {_mean_and_worst(cosines, min)}, mean over layers and heads (worst)"
+    systems = read_table(directory, "conditioning")
+    if systems:
+        worst = max(number(row["condition_number"]) for row in systems)
+        freedom = [number(row["degrees_of_freedom"]) for row in systems]
+        yield (
+            f"{len(systems)} systems: worst condition number {worst:.1e}, effective degrees of freedom "
+            f"{min(freedom):,.0f} to {max(freedom):,.0f} of {max(row['n_features'] for row in systems):,}"
+        )
+    for row in read_table(directory, "compression")[1:]:
+        verdict = "used" if row["passes"] in (True, "True") else f"not used: {row['reason']}"
+        yield (
+            f"compression {row['variant']}: {number(row['bytes_ratio']):.2f} of the bytes, KL "
+            f"{number(row['kl_nats']):.4f} nats; {verdict}"
+        )
+    chosen = read_table(directory, "tuning_heads")
+    if chosen:
+        layers = sorted({row["top_k"] for row in chosen})
+        lambdas = sorted({number(row["ridge_lambda"]) for row in chosen})
+        yield f"chosen on held-out sequences: top_k {layers}, ridge_lambda {lambdas}, see the table tuning"
 
 
 def _mean_and_worst(values: Iterable[float], worst: Callable[[Sequence[float]], float]) -> str:

@@ -332,6 +332,28 @@ class TestFiles:
         with pytest.raises(ArtifactMissing, match=r"y\.safetensors"):
             load_tensors(tmp_path / "y.safetensors")
 
+    def test_some_tensors_alone_are_those_of_the_whole_file(self, tmp_path: Path) -> None:
+        tensors = {"a": torch.randn(3, 2), "b": torch.randn(4).bfloat16(), "c": torch.zeros(0, 3)}
+        path = tmp_path / "x.safetensors"
+        save_tensors(path, tensors)
+        for wanted in (["b"], ["c", "a"], [], ["a", "a"]):
+            loaded = load_tensors(path, iter(wanted))
+            assert loaded.keys() == set(wanted)
+            for name in wanted:
+                assert loaded[name].dtype == tensors[name].dtype
+                assert torch.equal(loaded[name], tensors[name])
+
+    def test_named_tensors_of_a_broken_or_absent_file_are_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.safetensors"
+        save_tensors(path, {"a": torch.ones(9)})
+        with pytest.raises(ArtifactCorrupt, match=r"x\.safetensors.*other"):
+            load_tensors(path, ["a", "other"])
+        os.truncate(path, 60)
+        with pytest.raises(ArtifactCorrupt, match=r"x\.safetensors"):
+            load_tensors(path, ["a"])
+        with pytest.raises(ArtifactMissing, match=r"y\.safetensors"):
+            load_tensors(tmp_path / "y.safetensors", ["a"])
+
     def test_json_is_strict(self, tmp_path: Path) -> None:
         content = {
             "a": float("nan"),

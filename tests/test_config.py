@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvmap import config
-from kvmap.config import Config, ConfigError, register, unknown_keys, validate
+from kvmap.config import Config, ConfigError, register, schema, unknown_keys, validate
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -41,6 +46,34 @@ def composed(*overrides: str) -> Config:
     typed = OmegaConf.to_object(cfg)
     assert isinstance(typed, Config)
     return typed
+
+
+@cache
+def _of_options(*options: str) -> DictConfig:
+    """What a choice of options composes to. Once: reading all files anew takes most of a test's time."""
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", overrides=list(options))
+    cfg.outputs = "outputs"
+    return cfg
+
+
+def with_settings(overrides: str) -> Config:
+    """As `composed`, of overrides parted by spaces: single settings on top of options composed once."""
+    parsed = OverridesParser.create().parse_overrides(overrides.split())
+    options = [o.input_line for o in parsed if o.key_or_group in GROUPS]
+    cfg = copy.deepcopy(_of_options(*options))
+    for override in parsed:
+        if override.key_or_group not in GROUPS:
+            OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
+    typed = OmegaConf.to_object(cfg)
+    assert isinstance(typed, Config)
+    return typed
+
+
+def test_settings_on_top_of_options_compose_alike() -> None:
+    overrides = "mapper=banded stages=[fit] mapper.lambda_cross=inf calibration.keep_captures=true study=a"
+    assert with_settings(overrides) == composed(*overrides.split())
 
 
 @pytest.mark.parametrize("option", [f"{group}={name}" for group, names in GROUPS.items() for name in names])
@@ -75,8 +108,11 @@ MISTAKES = {
     "direction=sideways": "direction",
     "stages=[fitt]": "did you mean 'fit'",
     "stages=[]": "stages",
-    "mapper.ridge_lambda=-1": "mapper.ridge_lambda=-1.0",
-    "mapper.ridge_lambda=nan": "mapper.ridge_lambda",
+    "mapper.ridge_lambda=-1": "mapper.ridge_lambda=-1: expected",
+    "mapper.ridge_lambda=nan": "mapper.ridge_lambda=nan: expected",
+    "mapper.ridge_lambda=abc": "mapper.ridge_lambda=abc: expected",
+    "mapper.ridge_lambda=null": "mapper.ridge_lambda=None: expected",
+    "mapper.ridge_lambda=inf": "mapper.ridge_lambda=inf: expected",
     "mapper.top_k=0": "mapper.top_k=0",
     "mapper.top_k=some": "mapper.top_k='some'",
     "mapper.support=half": "mapper.support",
@@ -107,9 +143,122 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("override", "named"), MISTAKES.items())
 def test_a_mistake_is_named(override: str, named: str) -> None:
-    mistakes = validate(composed(override))
+    mistakes = validate(with_settings(override))
     assert any(named in mistake for mistake in mistakes)
     assert all(override.partition("=")[0].partition(".")[0] in mistake for mistake in mistakes)
+
+
+# What the fit is asked for: the setting as the mistake names it, and what it says to do about it.
+FITTING_MISTAKES = {
+    "mapper.kind=lin": ("mapper.kind=lin", "did you mean 'linear'?"),
+    "mapper.kind=separate": ("mapper.kind=separate", "expected one of linear, mlp"),
+    "mapper.kind=compressed_linear": ("mapper.kind=compressed_linear", "expected one of linear, mlp"),
+    "mapper.support=band": ("mapper.support=band", "did you mean 'banded'?"),
+    "mapper.regressors=both": ("mapper.regressors=both", "expected one of own_kind, both_kinds"),
+    "mapper.penalty=relativ": ("mapper.penalty=relativ", "did you mean 'relative'?"),
+    "mapper.row_weights=attention": ("mapper.row_weights=attention", "expected one of none, sensitivity"),
+    "mapper.tuning.per=layer": ("mapper.tuning.per=layer", "expected one of pair, head"),
+    "mapper.mlp.form=residuals": ("mapper.mlp.form=residuals", "did you mean 'residual'?"),
+    "mapper.mlp.compute_dtype=half": ("mapper.mlp.compute_dtype=half", "expected one of null, bfloat16"),
+    "mapper.compression.method=int8": ("mapper.compression.method=int8", "expected one of none, bfloat16"),
+    "calibration.regressors=all": ("calibration.regressors=all", "expected one of own_kind, both_kinds"),
+    "calibration.mode=fulll": ("calibration.mode=fulll", "did you mean 'full'?"),
+    "calibration.mode=probes": (
+        "calibration.mode=probes",
+        "expected one of auto, full, head_local, selected",
+    ),
+    "calibration.outliers.policy=remove": (
+        "calibration.outliers.policy=remove",
+        "expected one of keep, drop",
+    ),
+    "selection.rule=cosinus": ("selection.rule=cosinus", "did you mean 'cosine'?"),
+    "mapper.top_k=1.5": ("mapper.top_k=1.5", "1 or more, 'all' or 'auto'"),
+    "mapper.top_k=true": ("mapper.top_k=True", "1 or more, 'all' or 'auto'"),
+    "mapper.ridge_lambda=true": ("mapper.ridge_lambda=True", "a finite number of at least 0 or 'auto'"),
+    "mapper=banded mapper.lambda_cross=-1": (
+        "mapper.lambda_cross=-1",
+        "null (as mapper.ridge_lambda) or 'auto'",
+    ),
+    "mapper=banded mapper.lambda_cross=nan": ("mapper.lambda_cross=nan", "a finite number of at least 0"),
+    "mapper.native_layers=1 mapper.lambda_native=some": ("mapper.lambda_native=some", "or 'auto'"),
+    "mapper.lambda_cross=5": ("mapper.lambda_cross=5", "take mapper=banded, or leave it null"),
+    "mapper=head_local mapper.lambda_cross=auto": ("mapper.lambda_cross=auto", "take mapper=banded"),
+    "mapper.lambda_native=5": ("mapper.lambda_native=5", "set mapper.native_layers, or leave it null"),
+    "mapper.native_layers=-1": ("mapper.native_layers=-1", "at least 0"),
+    "mapper.tuning.top_k=[]": ("mapper.tuning.top_k=[]", "1 or more, or null"),
+    "mapper.tuning.top_k=[0,1]": ("mapper.tuning.top_k=[0, 1]", "1 or more, or null"),
+    "mapper.tuning.ridge_lambda=[]": ("mapper.tuning.ridge_lambda=[]", "one or more numbers of at least 0"),
+    "mapper.tuning.ridge_lambda=[1,-1]": ("mapper.tuning.ridge_lambda=[1.0, -1.0]", "of at least 0"),
+    "mapper.tuning.ridge_lambda=[inf]": ("mapper.tuning.ridge_lambda=[inf]", "of at least 0"),
+    "mapper.tuning.cross_ratio=[0]": ("mapper.tuning.cross_ratio=[0.0]", "one or more numbers above 0"),
+    "mapper.tuning.native_ratio=[]": ("mapper.tuning.native_ratio=[]", "one or more numbers above 0"),
+    "mapper.tuning.native_ratio=[nan]": ("mapper.tuning.native_ratio=[nan]", "numbers above 0"),
+    "mapper=mlp mapper.row_weights=sensitivity": (
+        "mapper.row_weights=sensitivity",
+        "take a linear mapper, or none",
+    ),
+    "mapper=residual mapper.compression.method=fp8": (
+        "mapper.compression.method=fp8",
+        "store an mlp in another dtype (mapper.dtype=bfloat16)",
+    ),
+    "mapper.mlp.hidden=[]": ("mapper.mlp.hidden=[]", "one or more widths of at least 1"),
+    "mapper.mlp.hidden=[8,0]": ("mapper.mlp.hidden=[8, 0]", "one or more widths of at least 1"),
+    "mapper.mlp.learning_rate=0": ("mapper.mlp.learning_rate=0.0", "a finite number above 0"),
+    "mapper.mlp.learning_rate=inf": ("mapper.mlp.learning_rate=inf", "a finite number above 0"),
+    "mapper.mlp.epochs=0": ("mapper.mlp.epochs=0", "at least 1"),
+    "mapper.mlp.batch_size=0": ("mapper.mlp.batch_size=0", "at least 1"),
+    "mapper.mlp.weight_decay=-1": ("mapper.mlp.weight_decay=-1.0", "at least 0"),
+    "mapper.mlp.patience=0": ("mapper.mlp.patience=0", "at least 1"),
+    "mapper.compression.tolerance=-1": ("mapper.compression.tolerance=-1.0", "at least 0"),
+    "mapper.compression.max_r2_loss=nan": ("mapper.compression.max_r2_loss=nan", "at least 0"),
+    "mapper.compression.max_kl_nats=-1": ("mapper.compression.max_kl_nats=-1.0", "at least 0"),
+    "mapper.compression.n_sequences=0": ("mapper.compression.n_sequences=0", "at least 1"),
+    "diagnostics.n_sequences=0": ("diagnostics.n_sequences=0", "at least 1"),
+    "calibration.native_layers=-1": ("calibration.native_layers=-1", "at least 0"),
+    "calibration.sensitivity_boundaries=0": ("calibration.sensitivity_boundaries=0", "at least 1"),
+    "calibration.keep_captures=maybe": ("calibration.keep_captures=maybe", "expected auto, true or false"),
+    "mapper=weighted calibration.keep_captures=false": ("calibration.keep_captures=false", "set it to auto"),
+    "mapper=mlp calibration.keep_captures=false": ("calibration.keep_captures=false", "set it to auto"),
+    "calibration.outliers.threshold=0": ("calibration.outliers.threshold=0.0", "a number above 0"),
+    "calibration.outliers.share=0": ("calibration.outliers.share=0.0", "above 0, at most 1"),
+    "calibration.outliers.share=1.5": ("calibration.outliers.share=1.5", "above 0, at most 1"),
+    "stages=[calibrate] calibration.shard=2": ("calibration.shard=2", "i/n with 0 <= i < n, such as 0/4"),
+    "stages=[calibrate] calibration.shard=4/4": ("calibration.shard=4/4", "i/n with 0 <= i < n"),
+    "stages=[calibrate] calibration.shard=-1/4": ("calibration.shard=-1/4", "i/n with 0 <= i < n"),
+    "calibration.shard=0/4": ("calibration.shard=0/4", "stages=[merge,...] calibration.n_shards=n"),
+    "calibration.n_shards=2": ("calibration.n_shards=2", "name both or neither"),
+    "stages=[merge]": ("calibration.n_shards=None", "name both or neither"),
+    "stages=[merge] calibration.n_shards=0": ("calibration.n_shards=0", "at least 1"),
+}
+
+
+@pytest.mark.parametrize("overrides", FITTING_MISTAKES)
+def test_a_mistake_of_the_fit_gets_one_line_with_its_remedy(overrides: str) -> None:
+    setting, remedy = FITTING_MISTAKES[overrides]
+    (mistake,) = validate(with_settings(overrides))
+    assert mistake.startswith(f"{setting}: ")
+    assert remedy in mistake
+    assert "\n" not in mistake
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "mapper.top_k=auto mapper.ridge_lambda=auto mapper.penalty=relative",
+        "mapper=banded mapper.lambda_cross=inf",
+        "mapper=banded mapper.ridge_lambda=1 mapper.lambda_cross=auto mapper.tuning.cross_ratio=[1,inf]",
+        "mapper.native_layers=2 mapper.lambda_native=inf",
+        "mapper.ridge_lambda=0 mapper.tuning.ridge_lambda=[0]",
+        "mapper=mlp mapper.mlp.form=residual_values mapper.mlp.patience=1 mapper.mlp.compute_dtype=bfloat16",
+        "mapper=mlp calibration.keep_captures=false stages=[calibrate]",
+        "stages=[calibrate] calibration.shard=3/4",
+        "stages=[merge,fit,diagnose] calibration.n_shards=4",
+        "calibration.outliers.policy=separate calibration.outliers.share=1",
+        "calibration.keep_captures=true calibration.mode=selected selection=forward selection.apart=true",
+    ],
+)
+def test_settings_at_their_bounds_are_right(overrides: str) -> None:
+    assert validate(with_settings(overrides)) == []
 
 
 def test_all_mistakes_come_at_once() -> None:
@@ -123,7 +272,8 @@ def test_all_mistakes_come_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["mapper.topk=3", "pair=nobody", "mapper.ridge_lambda=abc", "mapper=gbm"]
+    "override",
+    ["mapper.topk=3", "pair=nobody", "mapper.native_layers=abc", "mapper.mlp.hidden=4", "mapper=gbm"],
 )
 def test_hydra_refuses_what_the_schema_does_not_know(override: str) -> None:
     with pytest.raises((HydraException, OmegaConfBaseException)):
@@ -134,7 +284,7 @@ def test_an_added_key_that_nothing_reads_is_named() -> None:
     assert [*unknown_keys({"seed": 1, "foo": 1, "mapper": {"bla": 2, "top_k": 1}}, Config)] == [
         "foo: nothing reads this key; expected one of " + ", ".join(sorted(Config.__dataclass_fields__)),
         "mapper.bla: nothing reads this key; expected one of "
-        + ", ".join(sorted(config.MapperConfig.__dataclass_fields__)),
+        + ", ".join(sorted(schema.MapperConfig.__dataclass_fields__)),
     ]
 
 
@@ -143,23 +293,77 @@ def test_configuration_knows_nothing_of_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+# Kinds that come of a setting: `mapper.compression`, `calibration.outliers`.
+DERIVED_KINDS = {"compressed_linear", "separate"}
+
+
 def test_names_in_the_schema_are_those_of_the_code() -> None:
-    from kvmap import data, tracking
+    from kvmap import data, models, tracking
     from kvmap.evaluation import arms
-    from kvmap.fit import linear, moments, selection, view
-    from kvmap.mappers import mapper_kinds
+    from kvmap.fit import (
+        features,
+        mlp,
+        moments,
+        outliers,
+        pair_moments,
+        planner,
+        ridge,
+        selection,
+        tuning,
+        view,
+    )
+    from kvmap.mappers import compressed, mapper_kinds
+    from kvmap.stages import build
     from kvmap.zoo import world
 
-    assert set(config.MAPPER_KINDS) == set(mapper_kinds())
-    assert config.ARMS == arms.ARMS
-    assert config.SUPPORTS == linear.SUPPORTS
-    assert config.SELECTION_RULES == selection.RULES
-    assert config.ROPE_STRATEGIES == view.ROPE_STRATEGIES
-    assert set(config.TEXT_KINDS) == set(data.texts.READERS)
-    assert config.PACKINGS == data.blocks.PACKINGS
-    assert set(config.TRACKING_BACKENDS) == set(tracking.BACKENDS)
-    assert moments.SPLITS == ("fit", "held_out")
-    assert config.WORLD_KINDS == world.KINDS
+    assert {*schema.MAPPER_KINDS, *DERIVED_KINDS} == set(mapper_kinds())
+    assert set(schema.MAPPER_KINDS) == set(build.BUILDERS)
+    assert set(schema.MAPPER_KINDS).isdisjoint(DERIVED_KINDS)
+    assert schema.ARMS == arms.ARMS
+    assert schema.SUPPORTS == features.SUPPORTS
+    assert schema.REGRESSORS == features.REGRESSORS
+    assert schema.PENALTIES == ridge.CONVENTIONS
+    assert tuple(mlp.FORMS) == schema.MLP_FORMS
+    assert ("none", *build.METHODS) == schema.COMPRESSIONS
+    assert tuple(build.METHODS.values()) == compressed.METHODS
+    assert schema.TUNING_SCOPES == tuning.SCOPES
+    assert ("auto", *planner.MODES) == schema.MOMENTS_MODES
+    assert schema.OUTLIER_POLICIES == outliers.POLICIES
+    assert set(schema.SELECTION_RULES) == set(selection.RULES)
+    assert schema.ROPE_STRATEGIES == view.ROPE_STRATEGIES
+    assert set(schema.TEXT_KINDS) == set(data.texts.READERS)
+    assert schema.PACKINGS == data.blocks.PACKINGS
+    assert set(schema.TRACKING_BACKENDS) == set(tracking.BACKENDS)
+    assert pair_moments.SPLITS == ("fit", "held_out")
+    assert schema.WORLD_KINDS == world.KINDS
+    assert ("auto", *models.load.DTYPES) == schema.DTYPES
+    assert set(moments.PRODUCT_DTYPES) == {"float64", "float32"}
+
+
+@pytest.mark.parametrize(
+    ("key", "module", "names"),
+    [
+        ("mapper.mlp.compute_dtype", "kvmap.fit.mlp", "COMPUTE_DTYPES"),
+        ("calibration.product_dtype", "kvmap.fit.moments", "PRODUCT_DTYPES"),
+    ],
+)
+def test_names_that_only_the_code_lists_are_right(key: str, module: str, names: str) -> None:
+    for name in getattr(importlib.import_module(module), names):
+        assert validate(with_settings(f"{key}={name}")) == []
+
+
+def test_row_weights_are_those_that_a_run_knows() -> None:
+    """One rule has no list in the code: all but "none" must ask for the target's attention."""
+    from kvmap.stages.calibrated import Calibrated
+
+    for name in schema.ROW_WEIGHTS:
+        ctx = SimpleNamespace(cfg=with_settings(f"mapper.row_weights={name}"))
+        assert Calibrated(ctx).weighted is (name != "none")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", schema.STAGES)
+def test_every_stage_is_a_module(stage: str) -> None:
+    assert callable(importlib.import_module(f"kvmap.stages.{stage}").run)
 
 
 def test_the_wheel_carries_every_package_and_group() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvmap.fit.moments import geometry_shape
+from kvmap.fit.features import geometry_shape
 from kvmap.mappers import IdentityMapper
 from kvmap.models.cache import InvalidCache
 from kvmap.models.capture import prefill
@@ -52,7 +52,12 @@ class ZeroMapper(IdentityMapper):
     """An all-zero cache: nothing of the context arrives but what the target runs itself."""
 
     def map_layer(
-        self, layer: int, keys: Sequence[Tensor], values: Sequence[Tensor]
+        self,
+        layer: int,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        native_keys: Sequence[Tensor] = (),
+        native_values: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(keys[layer]), torch.zeros_like(values[layer])
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from kvmap.errors import KvmapError, UnknownName
-from kvmap.fit.linear import fit_linear, r2_of
-from kvmap.fit.moments import PairMoments, calibration_rows, geometry_shape
-from kvmap.fit.selection import probe_r2, select_layers
+from kvmap.fit.features import Layout, Recipe, geometry_shape
+from kvmap.fit.linear import LinearWeights, Penalty, fit_linear, r2_of
+from kvmap.fit.pair_moments import PairMoments, calibration_rows
+from kvmap.fit.selection import rank_layers
 from kvmap.mappers import (
     BiasOnlyMapper,
     IdentityMapper,
@@ -72,7 +73,7 @@ def scaled_target(family: str) -> LoadedModel:
 
 
 def moments_between(source: LoadedModel, target: LoadedModel, rope: str) -> PairMoments:
-    result = PairMoments.zeros(geometry_shape(source.geometry), geometry_shape(target.geometry))
+    result = PairMoments.zeros(Layout(geometry_shape(source.geometry), geometry_shape(target.geometry)))
     for seed, split in ((10, "fit"), (11, "held_out")):
         ids = random_ids(8, 24, seed=seed)
         views = calibration_view(prefill(source, ids), prefill(target, ids), rope)
@@ -85,8 +86,14 @@ def moments(rope: str = "strip") -> PairMoments:
     return moments_between(source_model(), target_model(), rope)
 
 
+def fitted(sums: PairMoments, support: str, top_k: int, ridge_lambda: float) -> LinearWeights:
+    selection = rank_layers(sums, "r2", top_k)
+    recipe = Recipe(sums.source_shape, sums.target_shape, support, selection)
+    return fit_linear(sums, recipe, Penalty(ridge_lambda))
+
+
 def linear_mapper(sums: PairMoments, support: str) -> LinearMapper:
-    return LinearMapper(fit_linear(sums, select_layers(probe_r2(sums), "r2", 2), support, 0.01))
+    return LinearMapper(fitted(sums, support, 2, 0.01))
 
 
 @cache
@@ -442,7 +449,7 @@ def test_a_fitted_map_carries_the_context_and_a_random_one_does_not() -> None:
     """Source = target: the map exists, and ridge must find it from calibration rows alone."""
     loaded = LoadedModel.from_model(build("llama", seed=5), name="both")
     shape = geometry_shape(loaded.geometry)
-    sums = PairMoments.zeros(shape, shape)
+    sums = PairMoments.zeros(Layout(shape, shape))
     for seed in range(6):
         ids = random_ids(4, 20, seed=seed)
         kv = prefill(loaded, ids)
@@ -451,7 +458,7 @@ def test_a_fitted_map_carries_the_context_and_a_random_one_does_not() -> None:
     source, expected = prefill(loaded, ids, mask), native(loaded, ids, mask).logits
     errors = {}
     for support in ("full_head", "head_local"):
-        fit = fit_linear(sums, select_layers(probe_r2(sums), "r2", 1), support, 1e-6)
+        fit = fitted(sums, support, 1, 1e-6)
         assert float(r2_of(fit, sums, "held_out")["key"].min()) > 1 - 1e-6
         mappers: dict[str, Mapper] = {
             "linear": LinearMapper(fit),
@@ -617,7 +624,7 @@ def test_a_native_run_takes_the_models_own_cache_and_reads_nothing_again(
     expected = native(target, ids, mask, 3)
     cache = prefill(target, ids, mask)
     before = [t.clone() for t in (*cache.keys, *cache.values)]
-    monkeypatch.setattr("kvmap.transfer.prefill", None)
+    monkeypatch.setattr("kvmap.transfer.handoff.prefill", None)
     handoff = native(target, ids, mask, 3, cache=cache)
     assert torch.equal(handoff.logits, expected.logits)
     assert handoff.kv.exact

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvmap.errors import KvmapError
 from kvmap.mappers import Mapper
@@ -66,7 +66,8 @@ def latency_rows(
     Returns:
         Rows {length, arm, p20_ms, p50_ms, p80_ms, bytes_moved, source_bytes, mapped_bytes, batch_size,
         n_repeats, device, dtype, threads}. `bytes_moved` is the least memory traffic the arm can do with:
-        weights and caches read once, caches written once.
+        weights and caches read once, caches written once. Where the mapper has native layers, `map` reads
+        their weights twice: they are done before the mapper, the held-back tokens come after it.
 
     Raises:
         KvmapError: repeats, warm-up or batch size out of range, or a length with nothing to map or too long.
@@ -262,17 +263,29 @@ def _transfer(
 def _bytes_moved(
     source: LoadedModel, target: LoadedModel, mapper: Mapper, source_kv: KVCache, mapped_kv: KVCache
 ) -> dict[str, int]:
-    source_weights, target_weights = _weight_bytes(source), _weight_bytes(target)
+    source_weights, target_weights = _weight_bytes(source.model), _weight_bytes(target.model)
+    native_weights = _native_layer_bytes(target, mapper.native_layers)
     return {
         "source_prefill": source_weights + source_kv.nbytes,
-        "map": source_kv.nbytes + mapper.nbytes + mapped_kv.nbytes + target_weights,
+        "map": source_kv.nbytes + mapper.nbytes + mapped_kv.nbytes + target_weights + native_weights,
         "re_prefill": target_weights + mapped_kv.nbytes,
         "first_token": target_weights + mapped_kv.nbytes,
     }
 
 
-def _weight_bytes(model: LoadedModel) -> int:
-    return sum(weight.numel() * weight.element_size() for weight in model.model.parameters())
+def _weight_bytes(module: nn.Module) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in module.parameters())
+
+
+def _native_layer_bytes(target: LoadedModel, native_layers: int) -> int:
+    """Weights of native_layers − 1 whole layers, and of the next those that make its keys and values."""
+    if native_layers == 0:
+        return 0
+    layers: Any = target.body.layers
+    whole = sum(_weight_bytes(layer) for layer in layers[: native_layers - 1])
+    last = target.geometry.layers[native_layers - 1]
+    projected = 2 * last.n_kv_heads * last.head_dim * target.geometry.hidden_size
+    return whole + projected * target.dtype.itemsize
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from statistics import fmean
 from typing import Any, TypeAlias
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvmap.errors import KvmapError
-from kvmap.fit.moments import KINDS
+from kvmap.fit.features import KINDS
 from kvmap.fit.view import cache_view
 from kvmap.mappers import Mapper
 from kvmap.metrics import Metric
@@ -32,7 +33,8 @@ def first_token_rows(
     A causal model's keys and values of the first token depend on that token alone, so each distinct one is
     read once, by itself, and weighs as often as it begins a sequence. With y the target's own vector and ŷ
     the mapped one, keys as the strategy maps them, `Σ‖ŷ − y‖² / Σ‖y‖²`: nothing is centred, as most
-    sequences begin with the same token. float64.
+    sequences begin with the same token. float64. Layers that the target computes itself make no error and
+    get no rows.
 
     Args:
         pair: source and target.
@@ -63,11 +65,11 @@ def first_token_rows(
     targets = _read(pair.target, tokens, rope)
     sums: dict[tuple[int, int, str], list[Tensor]] = {}
     for source, target, weights in zip(sources, targets, counts.cpu().split(TOKENS_AT_ONCE), strict=True):
-        mapped = mapper.map(source.to(device=mapper.device))
+        mapped = mapper.map(source.to(device=mapper.device), _native(target, mapper))
         for kind in KINDS:
             layers = (mapped.keys, target.keys) if kind == "key" else (mapped.values, target.values)
-            for layer, (found, true) in enumerate(zip(*layers, strict=True)):
-                for head, part in enumerate(_sums(found, true, weights)):
+            for layer in range(mapper.native_layers, target.n_layers):
+                for head, part in enumerate(_sums(layers[0][layer], layers[1][layer], weights)):
                     sums.setdefault((layer, head, kind), []).append(part)
     return [
         {"layer": layer, "head": head, "kind": kind, **_ratios(torch.stack(parts).sum(0))}
@@ -96,6 +98,15 @@ def _read(model: LoadedModel, tokens: Tensor, rope: str) -> list[KVCache]:
         cache_view(prefill(model, chunk.unsqueeze(1)).to(device="cpu"), rope)
         for chunk in tokens.split(TOKENS_AT_ONCE)
     ]
+
+
+def _native(target: KVCache, mapper: Mapper) -> KVCache | None:
+    """The target's own first layers as the mapper reads them; None where it reads none."""
+    count = mapper.native_layers
+    if count == 0:
+        return None
+    first = replace(target, keys=target.keys[:count], values=target.values[:count])
+    return first.to(device=mapper.device)
 
 
 def _sums(found: Tensor, true: Tensor, weights: Tensor) -> Tensor:

@@ -1,20 +1,22 @@
-"""Both models read the calibration tokens; the moments of their caches add up. Rows are never kept."""
+"""Both models read the calibration tokens; the moments of their caches add up. Rows are never held."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from kvmap.errors import KvmapError
-from kvmap.fit.moments import PRODUCT_DTYPES, PairMoments, calibration_rows, geometry_shape
+from kvmap.fit.captures import CapturedBatch
+from kvmap.fit.features import Layout
+from kvmap.fit.moments import PRODUCT_DTYPES
+from kvmap.fit.outliers import OutlierRows
+from kvmap.fit.pair_moments import PairMoments, RowWeights, TableSpec, calibration_rows
 from kvmap.fit.view import calibration_view
-from kvmap.models.cache import KVCache
 from kvmap.models.capture import prefill
 from kvmap.models.pair import ModelPair
 from kvmap.models.storage import load_kv, save_kv
@@ -23,104 +25,143 @@ from kvmap.progress import track
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """Which tokens become rows, and how they are read.
+    """Which tokens become rows, and how they are added up.
 
     Attributes:
         native_head: tokens at the start of each sequence that the target will compute itself; no rows.
         token_stride: keep every such token of the rest.
         rope: strategy, see `kvmap.fit.view.calibration_view`.
-        batch_size: sequences per forward pass.
         product_dtype: dtype of the products whose float64 sums are the moments.
-        sequential: never hold both models in memory; the source's caches wait on disk in between.
-        budget_bytes: refuse moments larger than this.
+        device: where the tables are while they grow, "cpu" or a CUDA device.
+        budget_bytes: refuse tables larger than this.
     """
 
     native_head: int = 1
     token_stride: int = 1
     rope: str = "strip"
-    batch_size: int = 8
     product_dtype: str = "float64"
-    sequential: bool = False
+    device: str = "cpu"
     budget_bytes: int | None = None
 
 
-@dataclass(frozen=True)
-class _Batch:
-    number: int
-    split: str
-    input_ids: Tensor
-
-
-_Captures = Generator[tuple[_Batch, KVCache], None, None]
+Stream = Generator[CapturedBatch, None, None]
 
 
 def accumulate_moments(
-    pair: ModelPair,
-    input_ids: Tensor,
-    splits: Mapping[str, Sequence[int]],
+    stream: Stream,
+    layout: Layout,
+    tables: Sequence[TableSpec],
     options: CalibrationOptions,
-    spill_folder: Path,
+    weigh: Callable[[CapturedBatch, Tensor], RowWeights] | None = None,
+    outliers: OutlierRows | None = None,
+    *,
+    is_shard: bool = False,
 ) -> PairMoments:
-    """Moments of the pair over token sequences ([H] section 3; METHOD: one pass, every answer).
+    """Moments over a stream of captured batches ([H] section 3; METHOD: one pass, every answer).
 
     Args:
-        pair: the two models, loaded on first use.
-        input_ids: (n_sequences, tokens) int64, no padding.
-        splits: sequence indices by split, `fit` and `held_out`.
+        stream: of `live_stream`, or of captures that were kept.
+        layout: the numbering of features and targets.
+        tables: what is to be held.
         options: see `CalibrationOptions`.
-        spill_folder: where a sequential pass keeps the source's caches; removed afterwards.
+        weigh: row weights of a batch, given the rows that count; for tables that take them.
+        outliers: what becomes of outlier tokens' rows, without rows as yet; it is filled on the way.
+        is_shard: others are to be merged with this part, so outliers are not settled: that comes after.
 
     Returns:
         Float64 moments on the CPU.
 
     Raises:
-        KvmapError: a split without sequences, or moments over the budget.
+        MemoryBudgetExceeded: tables over the budget.
+        MomentsError: a value that is not finite.
+    """
+    moments = PairMoments.zeros(
+        layout,
+        tables,
+        device=options.device,
+        product_dtype=PRODUCT_DTYPES[options.product_dtype],
+        budget_bytes=options.budget_bytes,
+    )
+    # closed here: an error's traceback would keep the generator alive, and with it what it spilled
+    with closing(stream):
+        for batch in stream:
+            source, target = calibration_view(batch.source, batch.target, options.rope)
+            rows = calibration_rows(source.mask, options.native_head, options.token_stride).cpu()
+            source, target = source.to(options.device), target.to(options.device)
+            if outliers is not None:
+                rows, flagged = outliers.take(batch.split, source, target, rows)
+                if bool(flagged.any()):
+                    own = None if weigh is None else weigh(batch, flagged)
+                    outliers.wait(batch.split, moments.read_rows(source, target, flagged, own))
+            weights = None if weigh is None else weigh(batch, rows)
+            moments.update(batch.split, source, target, rows, weights)
+    if outliers is not None and not is_shard:
+        outliers.settle(moments)
+    return moments.to("cpu")
+
+
+def live_stream(
+    pair: ModelPair,
+    input_ids: Tensor,
+    splits: Mapping[str, Sequence[int]],
+    *,
+    batch_size: int,
+    sequential: bool,
+    spill_folder: Path,
+) -> Stream:
+    """Both models read the sequences of all splits; each batch is had once and not kept.
+
+    Args:
+        pair: the two models, loaded on first use.
+        input_ids: (n_sequences, tokens) int64, no padding.
+        splits: sequence numbers by split, `fit` and `held_out`.
+        batch_size: sequences per forward pass.
+        sequential: never hold both models in memory; the source's caches wait on disk in between.
+        spill_folder: where they wait; removed afterwards.
+
+    Raises:
+        KvmapError: a split without sequences.
     """
     for split, indices in splits.items():
         if not indices:
             raise KvmapError(f"the {split} split holds no sequence: raise calibration.n_sequences")
-    batches = _batches(input_ids, splits, options.batch_size)
-    moments = PairMoments.zeros(
-        geometry_shape(pair.source_geometry),
-        geometry_shape(pair.target_geometry),
-        product_dtype=PRODUCT_DTYPES[options.product_dtype],
-        budget_bytes=options.budget_bytes,
+    batches = _batches(splits, batch_size)
+    captures = (
+        _spilled(pair, input_ids, batches, spill_folder) if sequential else _live(pair, input_ids, batches)
     )
-    captures = _spilled(pair, batches, spill_folder) if options.sequential else _live(pair, batches)
-    # closed here: an error's traceback would keep the generator alive, and with it the folder
+    # closed with this generator, and with it the folder goes
     with closing(captures):
-        for batch, source_kv in captures:
-            target_kv = prefill(pair.target, batch.input_ids)
-            source, target = calibration_view(source_kv, target_kv, options.rope)
-            rows = calibration_rows(source.mask, options.native_head, options.token_stride)
-            moments.update(batch.split, source.to("cpu"), target.to("cpu"), rows.cpu())
-    return moments
+        yield from captures
 
 
-def _batches(input_ids: Tensor, splits: Mapping[str, Sequence[int]], batch_size: int) -> list[_Batch]:
-    batches: list[_Batch] = []
-    for split, indices in splits.items():
-        for chunk in torch.tensor(list(indices)).split(batch_size):
-            batches.append(_Batch(len(batches), split, input_ids[chunk]))
-    return batches
+_Batch = tuple[str, tuple[int, ...]]
 
 
-def _live(pair: ModelPair, batches: Sequence[_Batch]) -> _Captures:
-    """Source caches straight from the source model."""
-    for batch in track(batches, len(batches), "calibrate: both models read"):
-        yield batch, prefill(pair.source, batch.input_ids)
+def _batches(splits: Mapping[str, Sequence[int]], batch_size: int) -> list[_Batch]:
+    return [
+        (split, tuple(indices[start : start + batch_size]))
+        for split, indices in splits.items()
+        for start in range(0, len(indices), batch_size)
+    ]
 
 
-def _spilled(pair: ModelPair, batches: Sequence[_Batch], folder: Path) -> _Captures:
+def _live(pair: ModelPair, input_ids: Tensor, batches: Sequence[_Batch]) -> Stream:
+    """Caches straight from the models."""
+    for split, numbers in track(batches, len(batches), "calibrate: both models read"):
+        ids = input_ids[list(numbers)]
+        yield CapturedBatch(split, numbers, prefill(pair.source, ids), prefill(pair.target, ids))
+
+
+def _spilled(pair: ModelPair, input_ids: Tensor, batches: Sequence[_Batch], folder: Path) -> Stream:
     """Source caches by way of the disk, so that the source can leave memory before the target comes."""
     try:
         pair.release("target")  # an earlier stage may have left it in memory
-        for batch in track(batches, len(batches), "calibrate: source reads"):
-            save_kv(prefill(pair.source, batch.input_ids), folder / f"{batch.number}.safetensors")
+        for number, (_, numbers) in enumerate(track(batches, len(batches), "calibrate: source reads")):
+            save_kv(prefill(pair.source, input_ids[list(numbers)]), folder / f"{number}.safetensors")
         pair.release("source")
-        for batch in track(batches, len(batches), "calibrate: target reads"):
-            file = folder / f"{batch.number}.safetensors"
-            yield batch, load_kv(file)
+        for number, (split, numbers) in enumerate(track(batches, len(batches), "calibrate: target reads")):
+            file = folder / f"{number}.safetensors"
+            yield CapturedBatch(split, numbers, load_kv(file), prefill(pair.target, input_ids[list(numbers)]))
             file.unlink()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,177 +1,118 @@
-"""Which source layers inform which target layer: head-matched probes, and the rules that read them."""
+"""Which source layers inform which target layer: the rules, and what each reads.
+
+Every rule chooses on the fit split. The held-out split is kept to judge what was fitted, and to choose k and
+λ: layers chosen on it would make it a part of the fit, and its R² too good.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from kvmap.errors import KvmapError, UnknownName
-from kvmap.fit.moments import KINDS, Moments, PairMoments
-from kvmap.fit.ridge import RidgeError, intercept, r2_score, solve_ridge, sse_with_bias
-from kvmap.progress import track
+from kvmap.errors import UnknownName
+from kvmap.fit.features import KINDS, Layout, Selection, SelectionError, both, head_map
+from kvmap.fit.forward import ForwardResult, best_layer, forward
+from kvmap.fit.probes import ProbeResult, layer_scores, probe, probe_r2, procrustes_cosines
 
-RULES = ("r2", "proportional", "all")
+if TYPE_CHECKING:
+    from kvmap.fit.pair_moments import PairMoments
 
-Selection = tuple[tuple[int, ...], ...]
-"""Source layers, ascending, for each target layer."""
+__all__ = [
+    "RULES",
+    "ForwardResult",
+    "ProbeResult",
+    "Selection",
+    "SelectionError",
+    "forward",
+    "head_map",
+    "layer_scores",
+    "nearest_layers",
+    "needs",
+    "probe",
+    "probe_r2",
+    "procrustes_cosines",
+    "proportional_layer",
+    "rank_layers",
+]
 
+Scores: TypeAlias = Mapping[str, Tensor]
+"""By kind, (n_source_layers, n_target_layers, n_target_heads); heads that are not there are NaN."""
 
-class SelectionError(KvmapError):
-    """A rule or a number of source layers that cannot be served."""
-
-
-@dataclass(frozen=True, eq=False)
-class ProbeResult:
-    """What the probes found.
-
-    Attributes:
-        r2: by kind, (n_source_layers, n_target_layers, n_target_heads) float64; heads past a layer's own
-            count are NaN where target layers differ in their number of heads.
-        fallbacks: (kind, source layer, source head) whose least-squares system was singular, so that the
-            minimum-norm solution was taken.
-    """
-
-    r2: dict[str, Tensor]
-    fallbacks: tuple[tuple[str, int, int], ...]
-
-
-def head_map(n_source: int, n_target: int) -> tuple[int, ...]:
-    """Source head that target head h reads, `a(h) = ⌊h · n_source / n_target⌋` ([C] §3.2).
-
-    The identity where the counts match; otherwise the fixed group map, in which neighbouring target heads
-    share a source head, as grouped queries share a KV head.
-    """
-    if n_source < 1 or n_target < 1:
-        raise SelectionError(
-            f"n_source={n_source}, n_target={n_target} KV heads: expected at least 1 of each"
-        )
-    return tuple(h * n_source // n_target for h in range(n_target))
+Needs: TypeAlias = Literal["nothing", "matched", "joint"]
 
 
-def probe_r2(moments: PairMoments, split: str = "fit") -> dict[str, Tensor]:
-    """R² of the probes by kind, (n_source_layers, n_target_layers, n_target_heads); see `probe`."""
-    return probe(moments, split).r2
+def rank_layers(
+    moments: PairMoments | Layout,
+    rule: str,
+    top_k: int | Literal["all"],
+    *,
+    apart: bool = False,
+    scores: Scores | None = None,
+    native_layers: int | None = None,
+) -> dict[str, Selection]:
+    """Choose the source layers of each target layer, for all its heads alike, the best layer first.
 
+    * "r2": the k whose head-matched least-squares probes have the highest R² ([H] §3.2), mean over heads,
+      and over keys and values.
+    * "cosine": the k of highest `procrustes_cosines`, mean likewise; a baseline.
+    * "forward": greedy joint R²; see `kvmap.fit.forward.forward`.
+    * "proportional": the k nearest to `round(ℓ · L_s / L_t)`, the nearest first; a baseline.
+    * "all": every source layer in ascending order, whatever `top_k` is.
 
-def probe(moments: PairMoments, split: str = "fit") -> ProbeResult:
-    """Fit a least-squares probe for each (source layer, target layer, head), and judge it ([H] §3.2).
-
-    The probe of target head h reads source head `a(h)` of one source layer: d_s features and an intercept.
-    It is fitted on the fit split and judged on `split`, both from moments, in float64.
-
-    Raises:
-        RidgeError: moments that are not finite, naming the kind and the source layer.
-    """
-    n_source, n_target = len(moments.source_shape), len(moments.target_shape)
-    n_heads = max(heads for heads, _ in moments.target_shape)
-    r2 = {kind: torch.full((n_source, n_target, n_heads), math.nan, dtype=torch.float64) for kind in KINDS}
-    fallbacks = []
-    steps = [(kind, layer) for kind in KINDS for layer in range(n_source)]
-    for kind, layer in track(steps, len(steps), "probe: source layers, keys and values"):
-        fit, judge = moments.tables[kind, "fit"], moments.tables[kind, split]
-        for targets, heads in _target_groups(moments):
-            scores, singular = _probe_layer(moments, fit, judge, layer, targets, kind)
-            r2[kind][layer, targets, :heads] = scores.cpu()
-            fallbacks += [(kind, layer, head) for head in singular]
-    return ProbeResult(r2, tuple(dict.fromkeys(fallbacks)))
-
-
-def _target_groups(moments: PairMoments) -> Iterator[tuple[list[int], int]]:
-    """Target layers of one shape, which can be probed in one batch, and their number of heads."""
-    for shape in dict.fromkeys(moments.target_shape):
-        yield [i for i, other in enumerate(moments.target_shape) if other == shape], shape[0]
-
-
-def _probe_layer(
-    moments: PairMoments, fit: Moments, judge: Moments, layer: int, targets: list[int], kind: str
-) -> tuple[Tensor, list[int]]:
-    """R² (n_targets, n_heads) of one source layer for target layers of one shape, and its singular heads."""
-    n_heads, width = moments.target_shape[targets[0]]
-    sources = head_map(moments.source_shape[layer][0], n_heads)
-    rows = torch.stack([moments.feature_index((layer,), head) for head in sources]).to(fit.s_xx.device)
-    columns = torch.stack(
-        [
-            torch.cat([_columns(moments.target_slice(target, head)) for target in targets])
-            for head in range(n_heads)
-        ]
-    ).to(fit.s_xx.device)
-
-    def blocks(table: Moments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return (
-            table.s_xx[rows.unsqueeze(2), rows.unsqueeze(1)],  # (heads, d_s, d_s)
-            table.s_xy[rows.unsqueeze(2), columns.unsqueeze(1)],  # (heads, d_s, targets · d_t)
-            table.s_yy[columns],  # (heads, targets · d_t)
-            table.mean_x[rows],
-            table.mean_y[columns],
-        )
-
-    s_xx, s_xy, _, mean_x, mean_y = blocks(fit)
-    try:
-        solution = solve_ridge(s_xx, s_xy, 0.0)
-    except RidgeError as error:
-        raise RidgeError(f"the probes of {kind}s from source layer {layer} failed: {error}") from error
-    bias = intercept(solution.weight, mean_x, mean_y)
-    judged = blocks(judge)
-    squared_error = sse_with_bias(solution.weight, bias, *judged, total_weight=judge.weight)
-    shape = (n_heads, len(targets), width)
-    scores = r2_score(squared_error.reshape(shape), judged[2].reshape(shape))
-    singular = [sources[i] for i, solver in enumerate(solution.solver) if solver == "eigh"]
-    return scores.T, singular
-
-
-def _columns(span: slice) -> Tensor:
-    return torch.arange(span.start, span.stop)
-
-
-def layer_scores(r2: Mapping[str, Tensor]) -> Tensor:
-    """Mean over heads, then over keys and values: (n_source_layers, n_target_layers)."""
-    return torch.stack([r2[kind].nanmean(-1) for kind in KINDS]).mean(0)
-
-
-def select_layers(r2: Mapping[str, Tensor], rule: str, top_k: int | Literal["all"]) -> Selection:
-    """Choose the source layers of each target layer, for keys and values and all heads alike.
-
-    * "r2": the k of highest `layer_scores` ([H] §3.2); equal scores go to the lower layer.
-    * "proportional": the k nearest to `round(ℓ · L_s / L_t)`.
-    * "all": every source layer, whatever `top_k` is.
+    All read the fit split alone (see this module). What a rule chooses for k is the first k of what it
+    chooses for any larger number. Scores within `kvmap.fit.forward.TIE` of each other are equal, and of
+    equals the lower layer comes first. Target layers that the target computes itself get no source layer.
 
     Args:
-        r2: of `probe_r2`; the rules "proportional" and "all" read its shape alone.
+        moments: of the pair; its layout alone does for a rule that `needs` nothing.
         rule: one of `RULES`.
         top_k: k, or "all".
+        apart: keys and values choose separately (r2, cosine and forward); otherwise both get one choice.
+        scores: the table of "r2" (`probe_r2`) or "cosine" (`procrustes_cosines`), where it is there already;
+            other rules do not look at it.
+        native_layers: first target layers that the target computes itself; None: those whose features the
+            moments hold.
 
     Returns:
-        For each target layer, its source layers in ascending order.
+        By target kind, the source layers of each target layer.
 
     Raises:
-        SelectionError: k < 1, k larger than the number of source layers, or scores that are not finite.
+        SelectionError: k < 1, k larger than the number of source layers, scores or moments that are not
+            finite, or no moments for a rule that reads them.
         UnknownName: another rule.
     """
-    if rule not in RULES:
-        raise UnknownName("selection rule", rule, RULES)
-    n_source, n_target = r2[KINDS[0]].shape[:2]
-    if rule == "all" or top_k == "all":
-        return (tuple(range(n_source)),) * n_target
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= n_source:
-        raise SelectionError(
-            f"top_k={top_k!r}: the source has {n_source} layers; expected an integer from 1 to "
-            f"{n_source}, or 'all'"
-        )
-    if rule == "proportional":
-        return tuple(nearest_layers(layer, n_source, n_target, top_k) for layer in range(n_target))
-    scores = layer_scores(r2)
-    if not bool(torch.isfinite(scores).all()):
-        source, target = (~torch.isfinite(scores)).nonzero()[0].tolist()
-        raise SelectionError(
-            f"the probe R² from source layer {source} to target layer {target} is not finite: calibrate again"
-        )
-    order = scores.argsort(dim=0, descending=True, stable=True)[:top_k]
-    return tuple(tuple(sorted(order[:, layer].tolist())) for layer in range(n_target))
+    _check_rule(rule)
+    layout = moments if isinstance(moments, Layout) else moments.layout
+    n_source = len(layout.source_shape)
+    if rule != "all":
+        top_k = n_source if top_k == "all" else top_k
+        if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= n_source:
+            raise SelectionError(
+                f"top_k={top_k!r}: the source has {n_source} layers; expected an integer from 1 to "
+                f"{n_source}, or 'all'"
+            )
+    native = layout.native_layers if native_layers is None else native_layers
+    return RULES[rule](_Choice(moments, n_source if top_k == "all" else top_k, apart, scores, native))
+
+
+def needs(rule: str) -> Needs:
+    """What a rule reads of the moments, which is what a pass must have accumulated before it.
+
+    * "nothing": only the numbers of layers.
+    * "matched": for each kind, the moments of one source head with itself, and with each target head that it
+      is matched with.
+    * "joint": for each kind and target head h, the moments of the heads a(h) of all source layers with each
+      other, and with h.
+
+    Raises:
+        UnknownName: another rule.
+    """
+    _check_rule(rule)
+    return _NEEDS[rule]
 
 
 def proportional_layer(layer: int, n_source: int, n_target: int) -> int:
@@ -180,7 +121,126 @@ def proportional_layer(layer: int, n_source: int, n_target: int) -> int:
 
 
 def nearest_layers(layer: int, n_source: int, n_target: int, top_k: int) -> tuple[int, ...]:
-    """The `top_k` source layers nearest to the proportional one, ascending."""
+    """The `top_k` source layers nearest to the proportional one, the nearest first."""
     centre, exact = proportional_layer(layer, n_source, n_target), layer * n_source / n_target
     order = sorted(range(n_source), key=lambda s: (abs(s - centre), abs(s - exact), s))
-    return tuple(sorted(order[:top_k]))
+    return tuple(order[:top_k])
+
+
+@dataclass(frozen=True, eq=False)
+class _Choice:
+    """What a rule is asked for; see `rank_layers`."""
+
+    moments: PairMoments | Layout
+    top_k: int
+    apart: bool
+    scores: Scores | None
+    native_layers: int
+
+    @property
+    def layout(self) -> Layout:
+        return self.moments if isinstance(self.moments, Layout) else self.moments.layout
+
+    def read(self, rule: str) -> PairMoments:
+        if isinstance(self.moments, Layout):
+            raise SelectionError(
+                f"selection rule {rule!r} reads moments, and none are there: calibrate first, or choose "
+                f"'proportional' or 'all'"
+            )
+        return self.moments
+
+    def alike(self, chosen: Callable[[int], tuple[int, ...]]) -> dict[str, Selection]:
+        """One choice for both kinds, layer by layer; none for native layers."""
+        layers = range(len(self.layout.target_shape))
+        return both(tuple(chosen(layer) if layer >= self.native_layers else () for layer in layers))
+
+
+def _by_r2(asked: _Choice) -> dict[str, Selection]:
+    table = asked.scores
+    if table is None:
+        table = probe_r2(asked.read("r2"), native_layers=asked.native_layers)
+    return _by_scores(asked, table, "probe R²")
+
+
+def _by_cosine(asked: _Choice) -> dict[str, Selection]:
+    table = asked.scores
+    if table is None:
+        table = procrustes_cosines(asked.read("cosine"), native_layers=asked.native_layers)
+    return _by_scores(asked, table, "cosine")
+
+
+def _by_forward(asked: _Choice) -> dict[str, Selection]:
+    return forward(asked.read("forward"), asked.top_k, asked.apart, asked.native_layers).selection
+
+
+def _by_depth(asked: _Choice) -> dict[str, Selection]:
+    n_source, n_target = len(asked.layout.source_shape), len(asked.layout.target_shape)
+    return asked.alike(lambda layer: nearest_layers(layer, n_source, n_target, asked.top_k))
+
+
+def _every_layer(asked: _Choice) -> dict[str, Selection]:
+    every = tuple(range(len(asked.layout.source_shape)))
+    return asked.alike(lambda layer: every)
+
+
+Rule: TypeAlias = Callable[[_Choice], dict[str, Selection]]
+
+RULES: dict[str, Rule] = {
+    "r2": _by_r2,
+    "cosine": _by_cosine,
+    "forward": _by_forward,
+    "proportional": _by_depth,
+    "all": _every_layer,
+}
+"""What `rank_layers` does by each rule, once the arguments are checked."""
+
+_NEEDS: dict[str, Needs] = {
+    "r2": "matched",
+    "cosine": "matched",
+    "forward": "joint",
+    "proportional": "nothing",
+    "all": "nothing",
+}
+
+
+def _by_scores(asked: _Choice, tables: Scores, name: str) -> dict[str, Selection]:
+    """The k layers of highest mean score, for each target layer that is mapped."""
+    means = {kind: _head_means(asked, tables[kind], f"{name} of {kind}s") for kind in KINDS}
+    if asked.apart:
+        return {kind: _ranked(asked, means[kind]) for kind in KINDS}
+    return both(_ranked(asked, torch.stack(list(means.values())).mean(0)))
+
+
+def _head_means(asked: _Choice, table: Tensor, name: str) -> Tensor:
+    """Mean over each target layer's own heads, (n_source_layers, n_target_layers); 0 for native layers."""
+    layout = asked.layout
+    n_source, n_target = len(layout.source_shape), len(layout.target_shape)
+    if table.shape[:2] != (n_source, n_target):
+        raise SelectionError(
+            f"the table of the {name} has shape {tuple(table.shape)}: expected ({n_source} source layers, "
+            f"{n_target} target layers, heads); compute it from the moments of this pair"
+        )
+    means = torch.zeros(n_source, n_target, dtype=torch.float64)
+    for layer in range(asked.native_layers, n_target):
+        means[:, layer] = table[:, layer, : layout.target_shape[layer][0]].mean(-1)
+    if not bool(torch.isfinite(means).all()):
+        source, target = (~torch.isfinite(means)).nonzero()[0].tolist()
+        raise SelectionError(
+            f"the {name} from source layer {source} to target layer {target} is not finite: calibrate again"
+        )
+    return means
+
+
+def _ranked(asked: _Choice, means: Tensor) -> Selection:
+    chosen = []
+    for layer, scores in enumerate(means.T.tolist()):
+        ranking: list[int] = []
+        while layer >= asked.native_layers and len(ranking) < asked.top_k:
+            ranking.append(best_layer(scores, ranking))
+        chosen.append(tuple(ranking))
+    return tuple(chosen)
+
+
+def _check_rule(rule: str) -> None:
+    if rule not in RULES:
+        raise UnknownName("selection rule", rule, RULES)

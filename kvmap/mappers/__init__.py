@@ -14,10 +14,13 @@ from kvmap.mappers.base import (
     register,
 )
 from kvmap.mappers.bias_only import BiasOnlyMapper
+from kvmap.mappers.compressed import CompressedLinearMapper
 from kvmap.mappers.identity import IdentityMapper
 from kvmap.mappers.linear import LinearMapper
+from kvmap.mappers.mlp import MLPMapper
 from kvmap.mappers.random_map import RandomMapper
 from kvmap.mappers.raw import RawMapper
+from kvmap.mappers.separate import SeparateMapper
 from kvmap.mappers.store import (
     MapperFileError,
     check_identities,
@@ -28,15 +31,18 @@ from kvmap.mappers.store import (
 
 __all__ = [
     "BiasOnlyMapper",
+    "CompressedLinearMapper",
     "FittedFor",
     "IdentityMapper",
     "LinearMapper",
+    "MLPMapper",
     "Mapper",
     "MapperFileError",
     "MapperMismatch",
     "RandomMapper",
     "RawMapper",
     "RegistryCollision",
+    "SeparateMapper",
     "Unavailable",
     "check_identities",
     "check_shape",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvmap.errors import KvmapError, UnknownName
-from kvmap.fit.moments import CacheShape, cache_shape
+from kvmap.fit.features import CacheShape, cache_shape
 from kvmap.models.cache import KVCache
 from kvmap.models.identity import ModelIdentity
 
@@ -68,10 +68,14 @@ class Mapper(ABC):
         source_shape: `(n_kv_heads, head_dim)` of each source layer it reads.
         target_shape: the same of each target layer it writes.
         fitted_for: the models and the strategy it was fitted for; set by `load_mapper`, None where unknown.
+        native_layers: m, how many of the target's first layers the target computes itself, over every
+            column. They are not mapped, and feed the map of the layers above. A kind that can have any keeps
+            the number in its `settings`.
     """
 
     kind: ClassVar[str]
     fitted_for: FittedFor | None = None
+    native_layers: int = 0
 
     def __init__(self, source_shape: CacheShape, target_shape: CacheShape) -> None:
         """Args: `(n_kv_heads, head_dim)` of each layer of source and target."""
@@ -80,14 +84,23 @@ class Mapper(ABC):
 
     @abstractmethod
     def map_layer(
-        self, layer: int, keys: Sequence[Tensor], values: Sequence[Tensor]
+        self,
+        layer: int,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        native_keys: Sequence[Tensor] = (),
+        native_values: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of one target layer.
 
         Args:
-            layer: target layer.
+            layer: target layer, `native_layers` or above.
             keys: content keys of every source layer, (batch, n_kv_heads, tokens, head_dim).
             values: likewise.
+            native_keys: content keys of the target's first `native_layers` layers, as the target computed
+                them from the same tokens, (batch, n_kv_heads, tokens, head_dim); left out where there are
+                none.
+            native_values: likewise.
 
         Returns:
             (batch, n_kv_heads, tokens, head_dim) of the target, at least float32; content keys.
@@ -106,15 +119,27 @@ class Mapper(ABC):
     def from_state(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         """Inverse of `settings` and `tensors`."""
 
-    def map(self, source: KVCache) -> KVCache:
+    def map(self, source: KVCache, native: KVCache | None = None) -> KVCache:
         """Map a stripped cache, all layers and columns: stripped in, stripped out, `exact=False`.
 
+        Args:
+            source: the source's cache.
+            native: the target's own first `native_layers` layers of the same columns, stripped; they come
+                back as they are. None where the mapper has none.
+
         Raises:
-            MapperMismatch: a cache with rotated keys, or of another shape than `source_shape`.
+            MapperMismatch: a cache with rotated keys or of another shape than `source_shape`, or native
+                layers that are missing or are not those of `check_native`.
         """
         self.check_source(source)
-        layers = [self.map_layer(i, source.keys, source.values) for i in range(len(self.target_shape))]
-        keys, values = tuple(k for k, _ in layers), tuple(v for _, v in layers)
+        self.check_native(native, source)
+        own = [] if native is None else list(zip(native.keys, native.values, strict=True))
+        extra = () if native is None else (native.keys, native.values)
+        mapped = [
+            self.map_layer(layer, source.keys, source.values, *extra)
+            for layer in range(self.native_layers, len(self.target_shape))
+        ]
+        keys, values = zip(*own, *mapped, strict=True)
         return replace(source, keys=keys, values=values, exact=False, owner=None)
 
     def check_source(self, source: KVCache) -> None:
@@ -128,6 +153,40 @@ class Mapper(ABC):
                 "the source cache carries rotated keys; mappers read content keys: strip() it first"
             )
         check_shape("source cache", cache_shape(source), self.source_shape)
+
+    def check_native(self, native: KVCache | None, source: KVCache) -> None:
+        """Refuse all but the target's first `native_layers` layers, stripped, over the source's columns.
+
+        Raises:
+            MapperMismatch: naming what differs.
+        """
+        if native is None:
+            if self.native_layers:
+                raise MapperMismatch(
+                    f"this mapper reads the target's first {self.native_layers} layers, and none were given: "
+                    f"prefill(target, ids, n_layers={self.native_layers}).strip() makes them"
+                )
+            return
+        if native.n_layers != self.native_layers:
+            remedy = f"prefill the target with n_layers={self.native_layers}"
+            raise MapperMismatch(
+                f"{native.n_layers} native layers were given; this mapper reads {self.native_layers} of the "
+                f"target's: {remedy if self.native_layers else 'leave native out'}"
+            )
+        if not native.stripped:
+            raise MapperMismatch(
+                "the native layers carry rotated keys; mappers read content keys: strip() them first"
+            )
+        check_shape("native layers", cache_shape(native), self.target_shape[: self.native_layers])
+        same_columns = native.mask.shape == source.mask.shape and torch.equal(
+            native.mask.cpu(), source.mask.cpu()
+        )
+        if not same_columns:
+            raise MapperMismatch(
+                f"the native layers hold {native.batch_size} rows of {native.n_tokens} columns, the source "
+                f"cache {source.batch_size} of {source.n_tokens}, or pads lie elsewhere: prefill the target "
+                f"with the source's own ids and mask"
+            )
 
     def check_models(self, source: ModelIdentity | None, target: ModelIdentity, rope: str) -> None:
         """Refuse other models or another strategy than the mapper was fitted for, as far as that is known.

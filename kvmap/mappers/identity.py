@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from kvmap.fit.features import CacheShape
 from kvmap.fit.linear import LinearWeights, copying_weights
-from kvmap.fit.moments import CacheShape
 from kvmap.mappers.base import Mapper, Unavailable, register, shape_settings, shapes_from
 
 
@@ -31,7 +31,12 @@ class IdentityMapper(Mapper):
         super().__init__(source_shape, target_shape)
 
     def map_layer(
-        self, layer: int, keys: Sequence[Tensor], values: Sequence[Tensor]
+        self,
+        layer: int,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        native_keys: Sequence[Tensor] = (),
+        native_values: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor]:
         """See `Mapper.map_layer`."""
         return keys[layer], values[layer]

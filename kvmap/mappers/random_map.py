@@ -8,8 +8,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvmap.fit.linear import LinearWeights, head_blocks, output_variance
-from kvmap.fit.moments import KINDS, PairMoments
+from kvmap.fit.features import KINDS
+from kvmap.fit.linear import LinearWeights, joined, layer_cuts, output_variance
+from kvmap.fit.pair_moments import PairMoments
 from kvmap.fit.ridge import intercept
 from kvmap.mappers.base import register
 from kvmap.mappers.linear import LinearMapper
@@ -40,6 +41,9 @@ class RandomMapper(LinearMapper):
             noise = replace(fitted, weight={**fitted.weight, kind: tuple(drawn)})
             scaled = []
             for layer in range(len(drawn)):
+                if layer not in fitted.recipe.mapped_layers:
+                    scaled.append(fitted.weight[kind][layer])
+                    continue
                 wanted = output_variance(fitted, moments, kind, layer)
                 got = output_variance(noise, moments, kind, layer)
                 scale = torch.where(got > 0, (wanted / torch.where(got > 0, got, 1.0)).sqrt(), 0.0)
@@ -59,8 +63,11 @@ def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
 
 def _bias(fitted: LinearWeights, moments: PairMoments, kind: str, layer: int, weight: Tensor) -> Tensor:
     """`b = ȳ − x̄W` with the random W: the outputs' means stay those of the fitted mapper."""
-    table = moments.tables[kind, "fit"]
-    blocks = head_blocks(moments, table, fitted.support, fitted.selection[layer], layer)
-    mean_x = blocks.mean_x.expand(weight.shape[0], -1)
     own = fitted.bias[kind][layer]
-    return intercept(weight.to(mean_x.device), mean_x, blocks.mean_y).to(own.device, own.dtype)
+    if layer not in fitted.recipe.mapped_layers:
+        return own
+    bias = torch.empty_like(own)
+    for heads, cut in layer_cuts(moments, "fit", fitted.recipe, kind, layer):
+        offset = intercept(joined(weight[heads]).to(cut.s_xx.device), cut.mean_x, cut.mean_y)
+        bias[heads] = offset.view(len(heads), -1).to(own.device, own.dtype)
+    return bias

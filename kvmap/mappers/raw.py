@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from kvmap.fit.features import CacheShape
 from kvmap.fit.linear import LinearWeights, copying_weights
-from kvmap.fit.moments import CacheShape
 from kvmap.fit.selection import proportional_layer
 from kvmap.mappers.base import Mapper, Unavailable, register, shape_settings, shapes_from
 
@@ -17,13 +17,14 @@ from kvmap.mappers.base import Mapper, Unavailable, register, shape_settings, sh
 class RawMapper(Mapper):
     """Target layer ℓ takes source layer `round(ℓ · L_s / L_t)` as it is. Only where their shapes match."""
 
-    def __init__(self, source_shape: CacheShape, target_shape: CacheShape) -> None:
-        """Args: `(n_kv_heads, head_dim)` of each layer of source and target.
+    def __init__(self, source_shape: CacheShape, target_shape: CacheShape, native_layers: int = 0) -> None:
+        """Args: `(n_kv_heads, head_dim)` of each layer of both; first layers that the target computes itself.
 
         Raises:
             Unavailable: a target layer whose source layer has another shape.
         """
         super().__init__(source_shape, target_shape)
+        self.native_layers = native_layers
         n_source, n_target = len(source_shape), len(target_shape)
         self.layers = tuple(proportional_layer(layer, n_source, n_target) for layer in range(n_target))
         for layer, source in enumerate(self.layers):
@@ -34,18 +35,24 @@ class RawMapper(Mapper):
                 )
 
     def map_layer(
-        self, layer: int, keys: Sequence[Tensor], values: Sequence[Tensor]
+        self,
+        layer: int,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        native_keys: Sequence[Tensor] = (),
+        native_values: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor]:
         """See `Mapper.map_layer`."""
         return keys[self.layers[layer]], values[self.layers[layer]]
 
     def linear_weights(self) -> LinearWeights:
         """The same map as explicit weights, for `kvmap.fit.linear.r2_of`."""
-        return copying_weights(tuple((s,) for s in self.layers), self.source_shape, self.target_shape)
+        selection = tuple((layer,) for layer in self.layers)
+        return copying_weights(selection, self.source_shape, self.target_shape, self.native_layers)
 
     def settings(self) -> dict[str, Any]:
         """See `Mapper.settings`."""
-        return shape_settings(self)
+        return {**shape_settings(self), "native_layers": self.native_layers}
 
     def tensors(self) -> dict[str, Tensor]:
         """None."""
@@ -54,4 +61,4 @@ class RawMapper(Mapper):
     @classmethod
     def from_state(cls, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         """See `Mapper.from_state`."""
-        return cls(*shapes_from(settings))
+        return cls(*shapes_from(settings), settings.get("native_layers", 0))

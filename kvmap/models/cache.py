@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +150,15 @@ class KVCache:
             mask=self.mask[:, start:stop],
         )
 
+    def first_layers(self, n_layers: int) -> KVCache:
+        """The first `n_layers` layers, over all columns."""
+        return replace(
+            self,
+            keys=self.keys[:n_layers],
+            values=self.values[:n_layers],
+            rotations=None if self.rotations is None else self.rotations[:n_layers],
+        )
+
     def select_rows(self, index: Tensor | Sequence[int]) -> KVCache:
         """Rows `index` of the batch, in that order; a row may be taken more than once."""
         rows = torch.as_tensor(index, dtype=torch.long)
@@ -231,6 +242,43 @@ def to_transformers(kv: KVCache | None) -> DynamicCache:
         layer.keys, layer.values = key, value
         cache.layers.append(layer)
     return cache
+
+
+@contextmanager
+def first_layers_cache(n_layers: int) -> Iterator[DynamicCache]:
+    """An empty transformers cache that ends the forward it is given to once `n_layers` layers are in it.
+
+    A forward within this context runs n_layers − 1 decoder layers and, of the next, what comes before its
+    attention: its keys and values are cached, and nothing is computed that no entry of the cache depends on.
+    A model of no more than `n_layers` − 1 layers runs to its end.
+    """
+    with suppress(_LayersFilled):
+        yield _first_layers_class()(n_layers)
+
+
+class _LayersFilled(Exception):
+    """Leaves the forward that has filled the layers asked for. Not an error; never seen from outside."""
+
+
+@functools.cache
+def _first_layers_class() -> type[DynamicCache]:
+    """Made once, when it is first needed: transformers' cache is imported late, as in all of this file."""
+    from transformers.cache_utils import DynamicCache
+
+    class FirstLayersCache(DynamicCache):
+        def __init__(self, n_layers: int) -> None:
+            super().__init__()
+            self.n_wanted = n_layers
+
+        def update(
+            self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor]:
+            entry = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            if layer_idx + 1 >= self.n_wanted:
+                raise _LayersFilled
+            return entry
+
+    return FirstLayersCache
 
 
 def cache_argument(model: PreTrainedModel) -> str:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from kvmap.errors import KvmapError
-from kvmap.models.cache import InvalidCache, KVCache, cache_argument, from_transformers, to_transformers
+from kvmap.models.cache import (
+    InvalidCache,
+    KVCache,
+    cache_argument,
+    first_layers_cache,
+    from_transformers,
+    to_transformers,
+)
 from kvmap.models.loaded import LoadedModel
 from kvmap.models.rope import same_rotations
 
@@ -32,8 +40,12 @@ def prefill(
     attention_mask: Tensor | None = None,
     *,
     length: int | None = None,
+    n_layers: int | None = None,
 ) -> KVCache:
     """Read contexts and keep every layer's keys and values. Runs the decoder body only: no logits are made.
+
+    With `n_layers` = m the model stops once its layer m − 1 has cached its keys and values: m − 1 layers and
+    one projection are run, and what comes out is the first m layers of the whole prefill, bit for bit.
 
     Args:
         loaded: the model.
@@ -41,14 +53,18 @@ def prefill(
         attention_mask: (batch, tokens), 1 or True at real tokens; None: all are.
         length: tokens of the longest whole context whose beginnings these are: dynamic and longrope models
             then use the frequencies of a context of that length. None: these are the whole contexts.
+        n_layers: how many layers, counted from the first; None: all, each of them run to its end.
 
     Returns:
         The cache, in the model's dtype; keys are rotated, and `rotations` holds what this very prefill used.
+        Of `n_layers` layers it is no cache that the model could continue from.
 
     Raises:
-        UnsupportedModel: if a windowed layer cannot see the longest context whole.
-        InvalidCache: if there are no tokens.
+        UnsupportedModel: if a windowed layer, among those asked for or not, cannot see the longest context
+            whole.
+        InvalidCache: if there are no tokens, or the model has no such number of layers.
     """
+    _check_layers(loaded, n_layers)
     input_ids, mask = _inputs(loaded, input_ids, attention_mask)
     if input_ids.shape[1] == 0:
         raise InvalidCache("prefill needs at least one token a row")
@@ -57,15 +73,16 @@ def prefill(
     n_columns = input_ids.shape[1]
     if _beyond(length, positions, loaded):
         input_ids, mask, positions = _with_last_position(input_ids, mask, positions, length)
-    cache = to_transformers(None)
-    loaded.body(
-        input_ids=input_ids,
-        attention_mask=mask.long(),
-        position_ids=positions,
-        use_cache=True,
-        **{cache_argument(loaded.body): cache},
-    )
-    kv = from_transformers(cache, positions, mask, loaded.current_rotations()).slice_tokens(0, n_columns)
+    with _empty_cache(n_layers) as cache:
+        loaded.body(
+            input_ids=input_ids,
+            attention_mask=mask.long(),
+            position_ids=positions,
+            use_cache=True,
+            **{cache_argument(loaded.body): cache},
+        )
+    rotations = loaded.current_rotations()[:n_layers]
+    kv = from_transformers(cache, positions, mask, rotations).slice_tokens(0, n_columns)
     return replace(kv, owner=loaded.identity)
 
 
@@ -130,6 +147,18 @@ def forward(
         same = kv.rotations is not None and same_rotations(kv.rotations, rotations)
         grown = replace(grown, exact=kv.exact, owner=kv.owner, mixed=kv.mixed or not same)
     return output.logits[:, :n_new].float(), grown
+
+
+def _empty_cache(n_layers: int | None) -> AbstractContextManager[Any]:
+    return nullcontext(to_transformers(None)) if n_layers is None else first_layers_cache(n_layers)
+
+
+def _check_layers(loaded: LoadedModel, n_layers: int | None) -> None:
+    if n_layers is not None and not 1 <= n_layers <= loaded.geometry.n_layers:
+        raise InvalidCache(
+            f"n_layers={n_layers}: {loaded.identity.name} has {loaded.geometry.n_layers} layers; expected "
+            f"1 to {loaded.geometry.n_layers}, or None for all"
+        )
 
 
 def _beyond(length: int | None, positions: Tensor, loaded: LoadedModel) -> TypeGuard[int]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kvmap.files import load_metadata, load_tensors, save_tensors
-from kvmap.models.cache import KVCache
-from kvmap.models.rope import Rotation
+from kvmap.models.cache import InvalidCache, KVCache
+from kvmap.models.rope import Rotation, strip_rotation
 
 
 def save_kv(kv: KVCache, path: Path) -> None:
@@ -59,3 +61,42 @@ def load_kv(path: Path, device: torch.device | str = "cpu") -> KVCache:
         exact=head["exact"],
         mixed=head["mixed"],
     )
+
+
+def load_layers(path: Path, kind: str, layers: Sequence[int], *, stripped: bool = True) -> list[Tensor]:
+    """Some layers of a cache that `save_kv` wrote; nothing else of the file is read.
+
+    Args:
+        path: the file.
+        kind: "key" or "value".
+        layers: which, in this order.
+        stripped: content keys ``R(position)⁻¹ k`` in float32 rather than what the file holds.
+
+    Returns:
+        Per layer (batch, n_kv_heads, tokens, head_dim); float32 (float64 stays).
+
+    Raises:
+        ArtifactMissing, ArtifactCorrupt: the file is not there, or is not whole.
+        InvalidCache: content keys of a cache whose columns carry different rotations; see `KVCache.strip`.
+    """
+    head = json.loads(load_metadata(path)["kv"])
+    turned = kind == "key" and stripped and not head["stripped"]
+    if turned and head["mixed"]:
+        raise InvalidCache(
+            f"the columns of {path} carry different rotations and cannot be stripped: prefill the whole "
+            f"context in one call instead"
+        )
+    names = [f"{kind}s.{layer}" for layer in layers]
+    if turned:
+        names += ["positions", *(f"inv_freq.{layer}" for layer in layers if head["rotations"][layer])]
+    tensors = load_tensors(path, names)
+    found = []
+    for layer in layers:
+        tensor = tensors[f"{kind}s.{layer}"]
+        entry = head["rotations"][layer]
+        if turned and entry:
+            tensor = strip_rotation(
+                tensor, tensors["positions"], Rotation(tensors[f"inv_freq.{layer}"], **entry)
+            )
+        found.append(tensor if tensor.dtype == torch.float64 else tensor.float())
+    return found

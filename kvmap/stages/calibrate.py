@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from kvmap.artifacts import Artifact
 from kvmap.files import read_json
-from kvmap.fit.moments import KINDS, SPLITS
+from kvmap.fit.pair_moments import SPLITS
 from kvmap.metrics import Metric
 from kvmap.stages.context import Context
 
 
 def run(ctx: Context) -> None:
-    """Make or find the moments; log how many rows they hold and whether they were reused."""
-    artifact = ctx.moments_artifact
-    settings = read_json(artifact.path / "moments.json")
-    metrics = {
-        f"calibrate/{kind}/{split}/n_rows": Metric(settings["n_rows"][f"{kind}.{split}"])
-        for kind in KINDS
-        for split in SPLITS
-    }
+    """Make or find the moments, or this shard's part; log rows, bytes, and whether they were reused."""
+    calibrated = ctx.calibrated
+    part = ctx.cfg.calibration.shard is not None
+    artifact = calibrated.build_part() if part else calibrated.moments_artifact
+    log_moments(ctx, artifact, "moments_part" if part else "moments")
+    if calibrated.captures is not None:
+        ctx.run.note(artifacts={"captures": calibrated.captures.folder.name})
+
+
+def log_moments(ctx: Context, artifact: Artifact, name: str) -> None:
+    """Rows of each split, mode and bytes."""
+    tables = read_json(artifact.path / "moments.json")["tables"]
+    rows = {split: min(table["n_rows"][split] for table in tables) for split in SPLITS}
+    metrics = {f"calibrate/rows/{split}/n_rows": Metric(n) for split, n in rows.items()}
     metrics["calibrate/moments/all/reused"] = Metric(float(not artifact.built))
+    metrics["calibrate/moments/all/size_bytes"] = Metric(ctx.calibrated.plan.table_bytes)
+    metrics["calibrate/moments/all/planned_peak_bytes"] = Metric(ctx.calibrated.plan.peak_bytes)
+    metrics["calibrate/moments/all/n_passes"] = Metric(ctx.calibrated.plan.n_passes)
     ctx.run.log(metrics)
-    ctx.run.note(artifacts={"moments": artifact.path.name})
+    ctx.run.note(artifacts={name: artifact.path.name}, moments_mode=ctx.calibrated.plan.mode)

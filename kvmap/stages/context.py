@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -10,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from kvmap.artifacts import Artifact, ArtifactStore
 from kvmap.config import Config, ModelConfig, TextConfig
 from kvmap.data import TextSpec, TokenBlocks, read_texts, token_blocks
-from kvmap.files import load_tensors, read_json, save_tensors, write_json
+from kvmap.files import read_json, write_json
 from kvmap.models.pair import ModelNotFound, ModelPair, ModelSpec, read_geometry
 from kvmap.tracking import Run
 from kvmap.transfer import TransferOptions
 
 if TYPE_CHECKING:
-    from kvmap.fit.moments import PairMoments
-    from kvmap.fit.selection import ProbeResult
+    from kvmap.fit.pair_moments import PairMoments
     from kvmap.mappers import Mapper
     from kvmap.models.geometry import Geometry
+    from kvmap.stages.calibrated import Calibrated
 
-MOMENTS, MAPPER = "moments", "mapper"
+MAPPER, TABLES = "mapper", "tables.json"
 
 
 class Context:
@@ -92,68 +93,22 @@ class Context:
         )
         return blocks
 
-    @cached_property
-    def moments_spec(self) -> dict[str, Any]:
-        """Exactly what determines the moments; their key in the store is its hash."""
-        calibration = self.cfg.calibration
-        return {
-            "source": _content(self.pair.source_identity),
-            "target": _content(self.pair.target_identity),
-            "tokens": self.tokens.fingerprint,
-            "held_out_share": calibration.held_out_share,
-            "split_seed": calibration.seed,
-            "token_stride": calibration.token_stride,
-            "native_head": self.cfg.transfer.native_head,
-            "rope": "coupled" if self.cfg.rope.strategy == "coupled" else "strip",
-            "product_dtype": calibration.product_dtype,
-        }
+    def content(self, role: str) -> dict[str, str]:
+        """A model's identity without its name: weights under another path give the same artifacts."""
+        identity = self.pair.source_identity if role == "source" else self.pair.target_identity
+        return {key: value for key, value in asdict(identity).items() if key != "name"}
 
     @cached_property
-    def moments_artifact(self) -> Artifact:
-        """The moments in the store, accumulated now if no run has done so before."""
-        return self.store.get_or_build(MOMENTS, self.moments_spec, self._build_moments)
+    def calibrated(self) -> Calibrated:
+        """Captures, moments and selection, each made when first asked for."""
+        from kvmap.stages.calibrated import Calibrated
 
-    @cached_property
+        return Calibrated(self)
+
+    @property
     def moments(self) -> PairMoments:
         """Moments of both kinds on both splits."""
-        from kvmap.fit.moments import PairMoments
-
-        folder = self.moments_artifact.path
-        return PairMoments.from_tensors(
-            load_tensors(folder / "moments.safetensors"), read_json(folder / "moments.json")
-        )
-
-    def _build_moments(self, folder: Path) -> None:
-        from kvmap.fit.calibrate import CalibrationOptions, accumulate_moments
-
-        calibration = self.cfg.calibration
-        budget = calibration.memory_budget_gib
-        fit, held_out = self.tokens.split(calibration.held_out_share, calibration.seed)
-        moments = accumulate_moments(
-            self.pair,
-            self.tokens.input_ids,
-            {"fit": fit, "held_out": held_out},
-            CalibrationOptions(
-                native_head=self.cfg.transfer.native_head,
-                token_stride=calibration.token_stride,
-                rope=self.cfg.rope.strategy,
-                batch_size=calibration.batch_size,
-                product_dtype=calibration.product_dtype,
-                sequential=calibration.sequential,
-                budget_bytes=None if budget is None else int(budget * 2**30),
-            ),
-            spill_folder=folder / "spill",
-        )
-        tensors, settings = moments.to_tensors()
-        save_tensors(folder / "moments.safetensors", tensors)
-        write_json(folder / "moments.json", settings)
-
-    @cached_property
-    def probes(self) -> ProbeResult:
-        """Head-matched probes of every source layer for every target layer."""
-        from kvmap.fit.selection import probe
-
-        return probe(self.moments)
+        return self.calibrated.moments
 
     @cached_property
     def mapper_artifact(self) -> Artifact:
@@ -161,9 +116,9 @@ class Context:
         from kvmap.stages.build import content_settings
 
         spec = {
-            "moments": self.moments_spec,
+            "rows": self.calibrated.rows_spec,
             "rope": self.cfg.rope.strategy,
-            "mapper": content_settings(self.cfg, len(self.pair.source_geometry.layers)),
+            "mapper": content_settings(self),
         }
         return self.store.get_or_build(MAPPER, spec, self._build_mapper)
 
@@ -180,22 +135,38 @@ class Context:
         from kvmap.mappers import save_mapper
         from kvmap.stages.build import build_mapper
 
-        mapper = build_mapper(self, self.cfg.mapper.kind)
+        built = build_mapper(self, self.cfg.mapper.kind)
         manifest = {
             "source": asdict(self.pair.source_identity),
             "target": asdict(self.pair.target_identity),
-            "estimator": asdict(self.cfg.mapper),
+            "estimator": plain(asdict(self.cfg.mapper)),
             "selection": asdict(self.cfg.selection),
             "rope": self.cfg.rope.strategy,
             "native_head": self.cfg.transfer.native_head,
             "calibration": {
                 "source": self.tokens.source,
                 "fingerprint": self.tokens.fingerprint,
-                "n_rows": self.moments.tables["key", "fit"].n_rows,
+                "n_rows": self.moments.n_rows("fit"),
                 "token_stride": self.cfg.calibration.token_stride,
             },
         }
-        save_mapper(mapper, folder, manifest)
+        save_mapper(built.mapper, folder, manifest)
+        write_json(folder / TABLES, built.tables)
+
+    @property
+    def mapper_tables(self) -> dict[str, list[dict[str, Any]]]:
+        """What was noted while the mapper was fitted, by table; kept beside it, for runs that find it."""
+        path = self.mapper_artifact.path / TABLES
+        return read_json(path) if path.is_file() else {}
+
+
+def plain(value: Any) -> Any:
+    """Settings as JSON can hold them: an infinite number by its name."""
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _spec(model: ModelConfig) -> ModelSpec:
@@ -208,11 +179,6 @@ def _spec(model: ModelConfig) -> ModelSpec:
         device_map=model.device_map,
         attn_implementation=model.attn_implementation,
     )
-
-
-def _content(identity: Any) -> dict[str, str]:
-    """An identity without the model's name: the same weights under another path give the same artifacts."""
-    return {key: value for key, value in asdict(identity).items() if key != "name"}
 
 
 def text_spec(text: TextConfig, length: int) -> TextSpec:

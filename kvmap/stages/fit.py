@@ -11,6 +11,7 @@ def run(ctx: Context) -> None:
     mapper, artifact = ctx.mapper, ctx.mapper_artifact
     settings = mapper.settings()
     fallbacks = settings.get("fallbacks", [])
+    recipe = settings.get("recipe")
     ctx.run.log(
         {
             "fit/mapper/all/n_weights": Metric(mapper.n_weights),
@@ -20,12 +21,15 @@ def run(ctx: Context) -> None:
         }
     )
     if fallbacks:
-        columns = ("kind", "target_layer", "head", "rank")
+        columns = ("kind", "target_layer", "head", "solver", "rank")
         ctx.run.table("fallbacks", [dict(zip(columns, row, strict=True)) for row in fallbacks])
-    if (selection := settings.get("selection")) is not None:
+    if recipe is not None:
         rows = [
-            {"target_layer": layer, "source_layers": " ".join(map(str, chosen))}
+            {"kind": kind, "target_layer": layer, "source_layers": " ".join(map(str, chosen))}
+            for kind, selection in recipe["selection"].items()
             for layer, chosen in enumerate(selection)
         ]
         ctx.run.table("selection", rows)
+    for name, table in ctx.mapper_tables.items():
+        ctx.run.table(name, table)
     ctx.run.note(artifacts={"mapper": artifact.path.name})

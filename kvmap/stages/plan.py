@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 from kvmap.config import ConfigError
 from kvmap.errors import KvmapError
-from kvmap.fit.moments import CacheShape, geometry_shape, moments_bytes
+from kvmap.fit.features import CacheShape, Layout, geometry_shape
+from kvmap.fit.planner import MomentsPlan, default_budget, moments_plans
+from kvmap.fit.selection import needs
 from kvmap.mappers.linear import linear_feature_count, linear_weight_count
 from kvmap.metrics import Metric
 from kvmap.stages.context import Context
@@ -27,6 +30,7 @@ def check(ctx: Context) -> None:
         KvmapError: a model that is missing or unsupported, or tokenizers that differ.
     """
     mistakes = [*_geometry_mistakes(ctx), *_length_mistakes(ctx), *_row_mistakes(ctx)]
+    mistakes = mistakes or [*_memory_mistakes(ctx)]  # which counts on a geometry that is right
     if mistakes:
         raise ConfigError(mistakes)
     if set(ctx.cfg.stages) - {"plan", "report"}:
@@ -68,8 +72,21 @@ def _geometry_mistakes(ctx: Context) -> Iterator[str]:
                 )
     n_layers = len(_shape(ctx, "source"))
     top_k = ctx.cfg.mapper.top_k
-    if top_k != "all" and top_k > n_layers:
-        yield f"mapper.top_k={top_k}: the source has {n_layers} layers; expected 1 to {n_layers}, or 'all'"
+    if top_k not in ("all", "auto") and top_k > n_layers:
+        yield (
+            f"mapper.top_k={top_k}: the source has {n_layers} layers; expected 1 to {n_layers}, 'all' or "
+            f"'auto'"
+        )
+    n_target = len(_shape(ctx, "target"))
+    for key, native in (
+        ("mapper.native_layers", ctx.cfg.mapper.native_layers),
+        ("calibration.native_layers", ctx.cfg.calibration.native_layers),
+    ):
+        if native >= n_target:
+            yield (
+                f"{key}={native}: the target has {n_target} layers, and nothing would be left to map; "
+                f"expected 0 to {n_target - 1}"
+            )
 
 
 def _length_mistakes(ctx: Context) -> Iterator[str]:
@@ -98,7 +115,10 @@ def _length_mistakes(ctx: Context) -> Iterator[str]:
 
 def _row_mistakes(ctx: Context) -> Iterator[str]:
     """Calibrations that the fit would refuse only after they are paid for."""
-    if not set(ctx.cfg.stages) - {"plan", "report", "calibrate"} or ctx.cfg.mapper.kind != "linear":
+    if not set(ctx.cfg.stages) - {"plan", "report", "calibrate"} or ctx.cfg.mapper.kind not in (
+        "linear",
+        "mlp",
+    ):
         return
     n_rows, n_features = _n_rows(ctx), _n_features(ctx)
     if n_rows <= n_features and not ctx.cfg.mapper.allow_few_rows:
@@ -110,13 +130,26 @@ def _row_mistakes(ctx: Context) -> Iterator[str]:
 
 
 def _top_k(ctx: Context) -> int:
-    n_layers, top_k = len(_shape(ctx, "source")), ctx.cfg.mapper.top_k
-    return n_layers if top_k == "all" or ctx.cfg.selection.rule == "all" else int(top_k)
+    """The most source layers that a target layer can come to read."""
+    n_layers, mapper = len(_shape(ctx, "source")), ctx.cfg.mapper
+    if mapper.top_k == "all" or ctx.cfg.selection.rule == "all":
+        return n_layers
+    if mapper.top_k == "auto":
+        return min(max(mapper.tuning.top_k or [n_layers]), n_layers)
+    return int(mapper.top_k)
 
 
 def _n_features(ctx: Context) -> int:
-    """p: k H_s d_s, or k d_s where a head reads one head of each layer."""
-    return linear_feature_count(_shape(ctx, "source"), _top_k(ctx), ctx.cfg.mapper.support)
+    """p: k H_s d_s, or k d_s where a head reads one head of each layer; native layers' channels besides."""
+    mapper = ctx.cfg.mapper
+    return linear_feature_count(
+        _shape(ctx, "source"),
+        _shape(ctx, "target"),
+        _top_k(ctx),
+        mapper.support,
+        mapper.regressors,
+        mapper.native_layers,
+    )
 
 
 def _n_rows(ctx: Context) -> int:
@@ -142,9 +175,8 @@ def _cache_rows(ctx: Context) -> Iterator[dict[str, Any]]:
 
 
 def _mapper_rows(ctx: Context) -> Iterator[dict[str, Any]]:
-    source, target, settings = _shape(ctx, "source"), _shape(ctx, "target"), ctx.cfg.mapper
-    fitted = settings.kind in ("linear", "random")
-    n_weights = linear_weight_count(source, target, _top_k(ctx), settings.support) if fitted else 0
+    settings = ctx.cfg.mapper
+    n_weights = _n_weights(ctx)
     facts = {
         ("mapper", "top_k"): _top_k(ctx),
         ("mapper", "n_features"): _n_features(ctx),
@@ -152,7 +184,75 @@ def _mapper_rows(ctx: Context) -> Iterator[dict[str, Any]]:
         ("mapper", "weights_bytes"): n_weights * BYTES[settings.dtype],
         ("calibration", "n_rows"): _n_rows(ctx),
         ("calibration", "rows_per_feature"): _n_rows(ctx) / _n_features(ctx),
-        ("moments", "size_bytes"): moments_bytes(source, target),
     }
+    facts |= _moments_facts(ctx)
     for (part, quantity), value in facts.items():
         yield {"part": part, "quantity": quantity, "value": value}
+
+
+def _n_weights(ctx: Context) -> int:
+    """Weights of the mapper, biases not counted; of a network all its layers."""
+    mapper, source, target = ctx.cfg.mapper, _shape(ctx, "source"), _shape(ctx, "target")
+    if mapper.kind not in ("linear", "random", "mlp"):
+        return 0
+    settings = (mapper.support, mapper.regressors, mapper.native_layers)
+    linear = linear_weight_count(source, target, _top_k(ctx), *settings)
+    if mapper.kind != "mlp":
+        return linear
+    widths = [_n_features(ctx), *mapper.mlp.hidden]
+    inner = sum(a * b for a, b in pairwise(widths))
+    networks = sum(heads * (inner + widths[-1] * dim) for heads, dim in target[mapper.native_layers :])
+    by_form = {
+        "full": 2 * networks,
+        "values_only": linear // 2 + networks,
+        "residual": linear + 2 * networks,
+        "residual_values": linear + networks,
+    }
+    return by_form[mapper.mlp.form]
+
+
+def _moments_facts(ctx: Context) -> dict[tuple[str, str], float]:
+    """Bytes that the calibration would hold in each mode, and the mode that fits this machine's budget."""
+    plans, budget = _moments_plans(ctx)
+    chosen = next((plan.mode for plan in plans if plan.peak_bytes <= budget), "none fits the budget")
+    ctx.run.note(moments_mode=chosen)
+    facts: dict[tuple[str, str], float] = {("moments", "budget_bytes"): budget}
+    for plan in plans:
+        facts[f"moments_{plan.mode}", "size_bytes"] = plan.table_bytes
+        facts[f"moments_{plan.mode}", "peak_bytes"] = plan.peak_bytes
+        facts[f"moments_{plan.mode}", "n_passes"] = plan.n_passes
+    return facts
+
+
+def _moments_plans(ctx: Context) -> tuple[list[MomentsPlan], int]:
+    """The modes that serve the run's mapper, the richest first, and the bytes allowed."""
+    mapper, calibration = ctx.cfg.mapper, ctx.cfg.calibration
+    budget = calibration.memory_budget_gib
+    both_kinds = "both_kinds" in (calibration.regressors, mapper.regressors)
+    plans = moments_plans(
+        Layout(
+            _shape(ctx, "source"),
+            _shape(ctx, "target"),
+            max(calibration.native_layers, mapper.native_layers),
+        ),
+        support=mapper.support,
+        regressors="both_kinds" if both_kinds else "own_kind",
+        top_k=_top_k(ctx),
+        batch_tokens=calibration.batch_size * calibration.sequence_length,
+        mode=calibration.mode,
+        two_passes=needs(ctx.cfg.selection.rule) != "nothing",
+    )
+    return plans, default_budget() if budget is None else int(budget * 2**30)
+
+
+def _memory_mistakes(ctx: Context) -> Iterator[str]:
+    """Moments that would not fit, said before any model is loaded."""
+    if not set(ctx.cfg.stages) - {"plan", "report"}:
+        return
+    plans, budget = _moments_plans(ctx)
+    if all(plan.peak_bytes > budget for plan in plans):
+        needed = ", ".join(f"{plan.mode} {plan.peak_bytes:,}" for plan in plans)
+        yield (
+            f"calibration.memory_budget_gib={budget / 2**30:.1f}: the moments would take ({needed}) bytes; "
+            f"raise it, lower mapper.top_k or calibration.batch_size, or take mapper=head_local"
+        )

@@ -54,6 +54,22 @@ def test_bytes_are_those_of_both_caches(rows):
         assert row["bytes_moved"] > row["mapped_bytes"]
 
 
+def test_native_layers_are_read_once_more_before_the_map():
+    models = [LoadedModel.from_model(build("llama", seed=seed, n_layers=3)) for seed in (1, 2)]
+    shape = SHAPE + SHAPE[:1]
+    moved = {}
+    for m in (0, 2):
+        mapper = RawMapper(shape, shape, m)
+        rows = latency_rows(ModelPair(*models), mapper, [8], repeats=1, warmup=0, progress=quiet)
+        moved[m] = {row["arm"]: row["bytes_moved"] for row in rows}
+    layers = models[1].body.layers
+    extra = sum(weight.nbytes for weight in layers[0].parameters()) + sum(
+        projection.weight.nbytes for projection in (layers[1].self_attn.k_proj, layers[1].self_attn.v_proj)
+    )
+    assert moved[2].pop("map") == moved[0].pop("map") + extra
+    assert moved[2] == moved[0]
+
+
 def test_arms_take_turns_after_a_warm_up_that_is_not_timed():
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "abc"}

@@ -9,8 +9,17 @@ import torch
 from kvmap.diagnostics import first_token as room
 from kvmap.diagnostics.first_token import first_token_metrics, first_token_rows
 from kvmap.errors import KvmapError
-from kvmap.fit.moments import geometry_shape
-from kvmap.mappers import BiasOnlyMapper, FittedFor, IdentityMapper, MapperMismatch, RawMapper
+from kvmap.fit.features import Recipe, both, geometry_shape
+from kvmap.fit.linear import LinearWeights
+from kvmap.fit.view import cache_view
+from kvmap.mappers import (
+    BiasOnlyMapper,
+    FittedFor,
+    IdentityMapper,
+    LinearMapper,
+    MapperMismatch,
+    RawMapper,
+)
 from kvmap.models.capture import prefill
 from kvmap.models.pair import LoadedModel, ModelPair
 from tests.tiny_random_models import FAMILIES, random_ids
@@ -60,6 +69,49 @@ def test_errors_are_those_of_a_plain_loop_over_whole_sequences(pair, mappers, ki
         expected = by_loops(pair, mappers[kind], rope, row)
         # float32 forwards of one token and of five
         assert (row["relative_error"], row["sink_norm_ratio"]) == pytest.approx(expected, rel=1e-4)
+
+
+def native_mappers(pair):
+    """That read, or leave alone, the target's first layer."""
+    source, target = (geometry_shape(m.geometry) for m in (pair.source, pair.target))
+    generator = torch.Generator().manual_seed(0)
+    recipe = Recipe(source, target, "head_local", both(((), (2, 0))), "both_kinds", native_layers=1)
+    sizes = [0, recipe.n_features("key", 1)]
+    weight = {
+        kind: tuple(
+            torch.randn(heads, p, width, generator=generator)
+            for p, (heads, width) in zip(sizes, target, strict=True)
+        )
+        for kind in ("key", "value")
+    }
+    bias = {kind: tuple(torch.randn(s, generator=generator) for s in target) for kind in ("key", "value")}
+    return {
+        "linear": LinearMapper(LinearWeights(recipe, weight, bias)),
+        "bias_only": BiasOnlyMapper(source, target, bias, 1),
+        "raw": RawMapper(source, target, 1),
+    }
+
+
+@pytest.mark.parametrize("rope", ["strip", "coupled", "no_rerotate"])
+@pytest.mark.parametrize("kind", ["linear", "raw", "bias_only"])
+def test_layers_that_the_target_computes_itself_get_no_rows(pair, kind, rope):
+    mapper = native_mappers(pair)[kind]
+    rows = first_token_rows(pair, mapper, IDS, rope)
+    assert sorted({(r["layer"], r["head"], r["kind"]) for r in rows}) == [
+        (1, head, name) for head in range(2) for name in ("key", "value")
+    ]
+    assert len(rows) == 4
+    for row in rows:
+        name = "keys" if row["kind"] == "key" else "values"
+        error = norm = 0.0
+        for ids in IDS:
+            source, target = (cache_view(prefill(m, ids[None]), rope) for m in (pair.source, pair.target))
+            native = replace(target, keys=target.keys[:1], values=target.values[:1])
+            mapped = mapper.map(source, native)
+            x, y = (getattr(kv, name)[1][0, row["head"], 0].double() for kv in (mapped, target))
+            error, norm = error + float(((x - y) ** 2).sum()), norm + float((y * y).sum())
+        # float32 forwards of one token and of five
+        assert row["relative_error"] == pytest.approx(error / norm, rel=1e-4)
 
 
 def test_chunks_change_nothing(monkeypatch, pair, mappers):

@@ -8,8 +8,10 @@ import torch
 from kvmap.data import read_texts, token_blocks
 from kvmap.data.texts import TextSpec
 from kvmap.evaluation.items import Item, world_items
-from kvmap.fit.calibrate import CalibrationOptions, accumulate_moments
-from kvmap.fit.linear import fit_linear
+from kvmap.fit.calibrate import CalibrationOptions, accumulate_moments, live_stream
+from kvmap.fit.features import Layout, Recipe, both, geometry_shape
+from kvmap.fit.linear import Penalty, fit_linear
+from kvmap.fit.pair_moments import full_tables
 from kvmap.mappers import BiasOnlyMapper, IdentityMapper, LinearMapper, RandomMapper, RawMapper
 from kvmap.models.pair import LoadedModel, ModelPair
 from kvmap.zoo.tokenizer import build_tokenizer
@@ -54,18 +56,22 @@ def blocks(tokenizer):
 def moments(pair, tokenizer, tmp_path_factory):
     texts = read_texts(TextSpec("world", split="calibration", min_words=64))
     ids = token_blocks(texts, tokenizer, n_sequences=8, length=64, packing="document").input_ids
-    return accumulate_moments(
+    stream = live_stream(
         pair,
         ids,
         {"fit": list(range(6)), "held_out": [6, 7]},
-        CalibrationOptions(),
-        tmp_path_factory.mktemp("spill"),
+        batch_size=8,
+        sequential=False,
+        spill_folder=tmp_path_factory.mktemp("spill"),
     )
+    layout = Layout(geometry_shape(pair.source_geometry), geometry_shape(pair.target_geometry))
+    return accumulate_moments(stream, layout, full_tables(layout), CalibrationOptions())
 
 
 @pytest.fixture(scope="session")
 def arms(moments):
-    fitted = fit_linear(moments, ((0, 1),) * 3, "full_head", 0.01)
+    recipe = Recipe(moments.source_shape, moments.target_shape, "full_head", both(((0, 1),) * 3))
+    fitted = fit_linear(moments, recipe, Penalty(0.01))
     return {
         "target": None,
         "source": None,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvmap.fit.moments import CacheShape, PairMoments
+from kvmap.fit.features import CacheShape, Layout, cache_shape
+from kvmap.fit.pair_moments import PairMoments, TableSpec
 from kvmap.models.cache import KVCache
 
 SOURCE_SHAPE: CacheShape = ((2, 3), (2, 3), (2, 3))
 TARGET_SHAPE: CacheShape = ((2, 4), (2, 4))
 GROUPED_TARGET_SHAPE: CacheShape = ((4, 2), (4, 2))
+UNEVEN_SOURCE_SHAPE: CacheShape = ((2, 3), (4, 2), (1, 5))
+UNEVEN_TARGET_SHAPE: CacheShape = ((2, 2), (4, 1), (3, 2))
 
 
 def stripped(keys: list[Tensor], values: list[Tensor], mask: Tensor | None = None) -> KVCache:
@@ -55,38 +60,38 @@ def linear_image(source: KVCache, shape: CacheShape, seed: int, noise: float = 0
 def rows_of(layers: tuple[Tensor, ...], rows: Tensor | None = None) -> np.ndarray:
     """(n, layers · heads · channels) by explicit loops: the slow oracle of the feature order."""
     batch, _, tokens, _ = layers[0].shape
+    wanted = [[True] * tokens] * batch if rows is None else rows.tolist()
+    numbers = [layer.tolist() for layer in layers]
     out = []
     for b in range(batch):
         for t in range(tokens):
-            if rows is not None and not rows[b, t]:
-                continue
-            features = [
-                float(layer[b, h, t, c])
-                for layer in layers
-                for h in range(layer.shape[1])
-                for c in range(layer.shape[3])
-            ]
-            out.append(features)
+            if wanted[b][t]:
+                out.append([channel for layer in numbers for head in layer[b] for channel in head[t]])
     return np.array(out)
 
 
 def pair_of_caches(
-    target_shape: CacheShape = TARGET_SHAPE, seed: int = 0
+    target_shape: CacheShape = TARGET_SHAPE, seed: int = 0, source_shape: CacheShape = SOURCE_SHAPE
 ) -> dict[str, tuple[KVCache, KVCache]]:
     """By split, a source cache and its target, from one linear law; the held-out rows have another mean."""
     generator = torch.Generator().manual_seed(seed)
     pairs = {}
     for split, batch, shift in (("fit", 5, 0.0), ("held_out", 3, 0.7)):
-        source = random_cache(SOURCE_SHAPE, batch, 17, generator)
+        source = random_cache(source_shape, batch, 17, generator)
         source = stripped([k + shift for k in source.keys], [v - shift for v in source.values])
         pairs[split] = (source, linear_image(source, target_shape, seed=7))
     return pairs
 
 
-def moments_of(pairs: dict[str, tuple[KVCache, KVCache]]) -> PairMoments:
+def moments_of(
+    pairs: dict[str, tuple[KVCache, KVCache]],
+    native_layers: int = 0,
+    tables: Callable[[Layout], list[TableSpec]] | None = None,
+) -> PairMoments:
+    """Moments of both splits; of all source layers and heads unless other tables are asked for."""
     source, target = pairs["fit"]
-    shapes = [tuple((k.shape[1], k.shape[3]) for k in kv.keys) for kv in (source, target)]
-    moments = PairMoments.zeros(*shapes)
+    layout = Layout(cache_shape(source), cache_shape(target), native_layers)
+    moments = PairMoments.zeros(layout, None if tables is None else tables(layout))
     for split, (source, target) in pairs.items():
         moments.update(split, source, target)
     return moments

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvmap.fit.linear import fit_linear
+from kvmap.fit.features import Recipe, both
+from kvmap.fit.linear import Penalty, fit_linear
 from kvmap.mappers import (
     BiasOnlyMapper,
     FittedFor,
@@ -24,24 +25,42 @@ from kvmap.mappers import (
     load_mapper,
     save_mapper,
 )
+from kvmap.models.cache import KVCache
 from kvmap.models.pair import ModelIdentity
-from tests.fit.caches import SOURCE_SHAPE, moments_of, pair_of_caches
+from tests.fit.caches import SOURCE_SHAPE, moments_of, pair_of_caches, stripped
 
 SHAPE = ((2, 3), (2, 3))
 SELECTION = ((0, 2), (1,))
 
 
 def every_mapper() -> list[Mapper]:
-    moments = moments_of(pair_of_caches(SHAPE))
-    full = fit_linear(moments, SELECTION, "full_head", 0.01)
+    moments = moments_of(pair_of_caches(SHAPE), 1)
+
+    def fit(support: str, penalty: Penalty, native: int = 0, dtype: torch.dtype = torch.float32):
+        recipe = Recipe(SOURCE_SHAPE, SHAPE, support, both(SELECTION), native_layers=native)
+        return fit_linear(moments, recipe, penalty, dtype=dtype)
+
+    full = fit("full_head", Penalty(0.01))
     return [
         LinearMapper(full),
-        LinearMapper(fit_linear(moments, SELECTION, "head_local", 0.0, dtype=torch.bfloat16)),
+        LinearMapper(fit("head_local", Penalty(0.0), dtype=torch.bfloat16)),
         RandomMapper.from_fitted(full, moments, 0),
         BiasOnlyMapper.from_moments(moments),
         RawMapper(SOURCE_SHAPE, SHAPE),
         IdentityMapper(SOURCE_SHAPE),
+        LinearMapper(fit("banded", Penalty(0.01, 3.0, 0.1, "relative"), native=1)),
+        LinearMapper(fit("head_local", Penalty(0.01), native=1, dtype=torch.bfloat16)),
+        RandomMapper.from_fitted(fit("banded", Penalty(), native=1), moments, 0),
+        BiasOnlyMapper.from_moments(moments, 1),
+        RawMapper(SOURCE_SHAPE, SHAPE, 1),
     ]
+
+
+def mapped(mapper: Mapper) -> KVCache:
+    source, target = pair_of_caches(SHAPE)["fit"]
+    count = mapper.native_layers
+    native = stripped(list(target.keys[:count]), list(target.values[:count])) if count else None
+    return mapper.map(source, native)
 
 
 def save_linear(folder: Path) -> LinearMapper:
@@ -51,7 +70,7 @@ def save_linear(folder: Path) -> LinearMapper:
     return mapper
 
 
-@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("index", range(11))
 def test_every_kind_comes_back_exactly(index: int, tmp_path: Path) -> None:
     mapper = every_mapper()[index]
     save_mapper(mapper, tmp_path / "deep" / "mapper", {"calibration": {"n_tokens": 85}, "note": "ℓ"})
@@ -63,8 +82,8 @@ def test_every_kind_comes_back_exactly(index: int, tmp_path: Path) -> None:
     for name, tensor in mapper.tensors().items():
         assert back.tensors()[name].dtype == tensor.dtype
         assert torch.equal(back.tensors()[name], tensor)
-    source = pair_of_caches(SHAPE)["fit"][0]
-    assert torch.equal(back.map(source).keys[1], mapper.map(source).keys[1])
+    assert back.native_layers == mapper.native_layers == (1 if index > 5 else 0)
+    assert torch.equal(mapped(back).keys[1], mapped(mapper).keys[1])
     assert {p.name for p in (tmp_path / "deep" / "mapper").iterdir()} == {
         "mapper.safetensors",
         "manifest.json",

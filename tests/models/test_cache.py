@@ -11,6 +11,7 @@ from kvmap.models.cache import (
     InvalidCache,
     KVCache,
     cache_argument,
+    first_layers_cache,
     from_transformers,
     to_transformers,
 )
@@ -159,3 +160,13 @@ def test_the_name_of_the_cache_argument_follows_the_signature():
     assert (cache_argument(Older()), cache_argument(Newer())) == ("past_key_values", "cache")
     with pytest.raises(InvalidCache, match="Neither"):
         cache_argument(Neither())
+
+
+def test_a_cache_of_first_layers_leaves_its_context_with_the_last_of_them():
+    entry = torch.ones(1, 2, 3, 4)
+    with first_layers_cache(2) as cache:
+        cache.update(entry, 2 * entry, 0)
+        cache.update(3 * entry, 4 * entry, 1)
+        pytest.fail("the second layer must end it")
+    assert [float(layer.keys.mean()) for layer in cache.layers] == [1, 3]
+    assert [float(layer.values.mean()) for layer in cache.layers] == [2, 4]

@@ -11,7 +11,7 @@ from kvmap.models.cache import InvalidCache, KVCache
 from kvmap.models.capture import CacheMismatch, forward, positions_from_mask, prefill
 from kvmap.models.geometry import UnsupportedModel
 from kvmap.models.loaded import LoadedModel
-from tests.tiny_random_models import FAMILIES, WINDOW, left_padding, random_ids
+from tests.tiny_random_models import FAMILIES, ORIGINAL_MAX, WINDOW, left_padding, random_ids
 
 # Families whose masks, positions or biases are made in different ways.
 some_families = pytest.mark.parametrize(
@@ -218,3 +218,91 @@ def test_a_bfloat16_model_takes_float32_caches_and_gives_float32_logits():
 def test_a_mask_of_another_shape_is_refused():
     with pytest.raises(InvalidCache, match="mask of the same shape"):
         prefill(load(), random_ids(2, 6), torch.ones(2, 5))
+
+
+def first_layers(kv, n_layers):
+    return (*kv.keys[:n_layers], *kv.values[:n_layers])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"gemma2"}))
+def test_the_first_layers_alone_are_those_of_the_whole_prefill(name, attention):
+    loaded = load(name, n_layers=3, attn_implementation=attention)
+    for batch in (1, 3):
+        ids, mask = random_ids(batch, 14), left_padding(batch, 14)
+        whole = prefill(loaded, ids, mask)
+        for m in (1, 2, 3):
+            some = prefill(loaded, ids, mask, n_layers=m)
+            assert some.n_layers == len(some.rotations) == m
+            for mine, theirs in zip(first_layers(some, m), first_layers(whole, m), strict=True):
+                assert torch.equal(mine, theirs)
+            assert all(a is b or a.matches(b) for a, b in zip(some.rotations, whole.rotations, strict=False))
+            assert torch.equal(some.positions, whole.positions)
+            assert torch.equal(some.mask, whole.mask)
+            assert some.exact
+            assert some.owner == loaded.identity
+
+
+def test_the_first_layers_alone_are_those_of_the_whole_prefill_without_sdpa():
+    loaded, ids = load("gemma2", n_layers=3), random_ids(2, 14)
+    for mine, theirs in zip(
+        first_layers(prefill(loaded, ids, n_layers=2), 2), first_layers(prefill(loaded, ids), 2), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("length", [None, 20, ORIGINAL_MAX + 8])
+@pytest.mark.parametrize("name", ["llama_dynamic", "phi3_longrope"])
+def test_the_first_layers_follow_the_length_of_the_whole_context(name, length):
+    loaded = load(name, n_layers=3)
+    ids, mask = random_ids(3, 16), left_padding(3, 16)
+    whole = prefill(loaded, ids, mask, length=length)
+    prefill(loaded, random_ids(1, ORIGINAL_MAX + 2))  # frequencies of another length must not stick
+    some = prefill(loaded, ids, mask, length=length, n_layers=2)
+    assert some.n_tokens == 16
+    for mine, theirs in zip(first_layers(some, 2), first_layers(whole, 2), strict=True):
+        assert torch.equal(mine, theirs)
+    assert some.rotations[0].matches(whole.rotations[0])
+    for mine, theirs in zip(some.strip().keys, whole.strip().keys[:2], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("m", [1, 2, 4])
+def test_no_more_layers_are_run_than_the_last_one_needs(m):
+    loaded = load(n_layers=4)
+    finished = []
+    for index, layer in enumerate(loaded.body.layers):
+        layer.mlp.register_forward_hook(lambda *_, index=index: finished.append(index))
+    prefill(loaded, random_ids(2, 6), n_layers=m)
+    assert finished == list(range(m - 1))
+
+
+def test_a_model_stopped_early_runs_on_as_before():
+    loaded, ids = load(n_layers=3), random_ids(2, 8)
+    before, _ = forward(loaded, ids, None)
+    prefill(loaded, ids, n_layers=1)
+    after, _ = forward(loaded, ids, None)
+    assert torch.equal(before, after)
+
+
+def test_an_error_within_a_model_stopped_early_is_not_swallowed():
+    loaded = load(n_layers=3)
+
+    def fail(*_):
+        raise RuntimeError("broken layer")
+
+    loaded.body.layers[0].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="broken layer"):
+        prefill(loaded, random_ids(1, 4), n_layers=2)
+
+
+@pytest.mark.parametrize("m", [-1, 0, 3])
+def test_layers_a_model_does_not_have_are_refused(m):
+    with pytest.raises(InvalidCache, match=f"n_layers={m}: llama has 2 layers; expected 1 to 2"):
+        prefill(load(), random_ids(1, 4), n_layers=m)
+
+
+def test_the_first_layers_are_no_cache_to_continue_from():
+    loaded = load()
+    with pytest.raises(InvalidCache, match="1 layers, not 2"):
+        forward(loaded, random_ids(1, 1), prefill(loaded, random_ids(1, 4), n_layers=1))

@@ -1,235 +1,39 @@
-"""The schema of every configuration group, and the one place that judges a configuration.
-
-`register()` puts the schema into Hydra's ConfigStore; `validate(cfg)` returns every mistake at once.
-This file knows neither torch nor what the settings are used for: `kvmap.stages` is where they end.
-"""
+"""The one place that judges a configuration: every mistake at once, each with key, value and remedy."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import math
-import os
-import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from kvmap.config.schema import (
+    ARMS,
+    COMPRESSIONS,
+    DIRECTIONS,
+    DTYPES,
+    MAPPER_KINDS,
+    MLP_FORMS,
+    MOMENTS_MODES,
+    OUTLIER_POLICIES,
+    PACKINGS,
+    PENALTIES,
+    REGRESSORS,
+    REQUIRED_ARMS,
+    ROPE_STRATEGIES,
+    ROW_WEIGHTS,
+    SELECTION_RULES,
+    STAGES,
+    SUPPORTS,
+    TEXT_KINDS,
+    TRACKING_BACKENDS,
+    TUNING_SCOPES,
+    WORLD_KINDS,
+    Config,
+)
 from kvmap.errors import KvmapError
-
-STAGES = ("plan", "calibrate", "fit", "diagnose", "evaluate", "benchmark", "report")
-DIRECTIONS = ("up", "down")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-MAPPER_KINDS = ("linear", "identity", "bias_only", "raw", "random")
-SUPPORTS = ("full_head", "head_local")
-SELECTION_RULES = ("r2", "proportional", "all")
-ROPE_STRATEGIES = ("strip", "coupled", "no_rerotate")
-TEXT_KINDS = ("world", "jsonl", "text", "hf")
-PACKINGS = ("document", "packed")
-ARMS = ("target", "source", "mapped", "bias_only", "raw", "random", "no_context")
-REQUIRED_ARMS = ("target", "mapped", "no_context")
-WORLD_KINDS = ("where", "colour", "holder", "two_hop", "moved", "count")
-TRACKING_BACKENDS = ("wandb", "wandb_online", "none")
-
-
-@dataclass
-class GeometryFacts:
-    """What a pair file says of a model; checked against the model's own config when it is read."""
-
-    n_layers: int | None = None
-    n_kv_heads: int | None = None
-    head_dim: int | None = None
-
-
-@dataclass
-class ModelConfig:
-    """One model: hub id, local folder or `zoo:<name>`, or a GGUF file inside one of these."""
-
-    id: str = "???"
-    revision: str | None = None
-    gguf_file: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    device_map: str | None = None
-    attn_implementation: str | None = "sdpa"
-    geometry: GeometryFacts = field(default_factory=GeometryFacts)
-
-
-@dataclass
-class PairConfig:
-    """Source and target, as read with `direction=up`."""
-
-    name: str = "???"
-    source: ModelConfig = field(default_factory=ModelConfig)
-    target: ModelConfig = field(default_factory=ModelConfig)
-
-
-@dataclass
-class MapperConfig:
-    """The map from source cache to target cache; `top_k` and `ridge_lambda` exist for every kind."""
-
-    kind: str = "linear"
-    support: str = "full_head"
-    top_k: Any = "all"
-    ridge_lambda: float = 0.01
-    dtype: str = "float32"
-    allow_few_rows: bool = False
-    seed: int = 0
-
-
-@dataclass
-class SelectionConfig:
-    """How the `top_k` source layers of a target layer are chosen."""
-
-    rule: str = "r2"
-
-
-@dataclass
-class RopeConfig:
-    """What happens to the rotation of keys between the two models."""
-
-    strategy: str = "strip"
-
-
-@dataclass
-class TextConfig:
-    """A stream of documents."""
-
-    kind: str = "world"
-    path: str | None = None
-    where: dict[str, str] = field(default_factory=dict)
-    name: str | None = None
-    config: str | None = None
-    split: str | None = None
-    revision: str | None = None
-    skip: int | None = None
-    seed: int = 0
-    field: str = "text"  # last: it hides dataclasses.field from the lines below it
-
-
-@dataclass
-class CalibrationConfig:
-    """The text both models read, and which of its tokens become rows of the regression."""
-
-    data: TextConfig = field(default_factory=TextConfig)
-    n_sequences: int = 500
-    sequence_length: int = 1024
-    packing: str = "document"
-    token_stride: int = 4
-    held_out_share: float = 0.2
-    batch_size: int = 8
-    sequential: bool = False
-    product_dtype: str = "float64"
-    memory_budget_gib: float | None = None
-    seed: int = 0
-
-
-@dataclass
-class TransferConfig:
-    """How a mapped cache is taken over."""
-
-    hold_back: int = 1
-    native_head: int = 1
-
-
-@dataclass
-class DiagnosticsConfig:
-    """Reconstruction quality per layer and head."""
-
-    splits: list[str] = field(default_factory=lambda: ["fit", "held_out"])
-
-
-@dataclass
-class WorldItemsConfig:
-    """Questions about the small generated world; `n_per_kind: 0` asks none."""
-
-    n_per_kind: int = 0
-    kinds: list[str] | None = None
-    seed: int = 1
-
-
-@dataclass
-class JsonlItemsConfig:
-    """Multiple-choice items from `{context, choices, answer}` files; `paths: []` asks none."""
-
-    paths: list[str] = field(default_factory=list)
-    limit: int | None = None
-    seed: int = 0
-
-
-@dataclass
-class PerplexityConfig:
-    """Prefix perplexity: score a continuation from the prefix's cache; `n_sequences: 0` skips it."""
-
-    data: TextConfig = field(default_factory=TextConfig)
-    n_sequences: int = 0
-    prefix_tokens: int = 1024
-    continuation_tokens: int = 1024
-    packing: str = "packed"
-
-
-@dataclass
-class EvaluationConfig:
-    """What a transferred cache is judged on, and against what."""
-
-    arms: list[str] = field(default_factory=lambda: list(ARMS))
-    world: WorldItemsConfig = field(default_factory=WorldItemsConfig)
-    jsonl: JsonlItemsConfig = field(default_factory=JsonlItemsConfig)
-    perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
-    batch_size: int = 8
-    max_tokens: int | None = None
-    generate: bool = True
-    max_new_tokens: int = 8
-    stop: list[str] = field(default_factory=list)
-    bootstrap_samples: int = 1000
-    sequential: bool = False
-    seed: int = 0
-
-
-@dataclass
-class BenchmarkConfig:
-    """Latency of mapping against re-prefill."""
-
-    lengths: list[int] = field(default_factory=lambda: [64, 256, 1024])
-    batch_size: int = 1
-    repeats: int = 10
-    warmup: int = 2
-    seed: int = 0
-
-
-@dataclass
-class TrackingConfig:
-    """Where metrics go besides the run directory."""
-
-    backend: str = "wandb"
-    project: str = "kvmap"
-    entity: str | None = None
-    group: str | None = None
-    finish_timeout_s: float = 30.0
-
-
-@dataclass
-class Config:
-    """The whole of it."""
-
-    study: str = "???"
-    direction: str = "up"
-    stages: list[str] = field(default_factory=lambda: list(STAGES))
-    outputs: str = "???"
-    threads: int | None = None
-    seed: int = 0
-    pair: PairConfig = field(default_factory=PairConfig)
-    mapper: MapperConfig = field(default_factory=MapperConfig)
-    selection: SelectionConfig = field(default_factory=SelectionConfig)
-    rope: RopeConfig = field(default_factory=RopeConfig)
-    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
-    transfer: TransferConfig = field(default_factory=TransferConfig)
-    diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
 class ConfigError(KvmapError):
@@ -249,7 +53,8 @@ def validate(cfg: Config) -> list[str]:
         *_choices(cfg),
         *_ranges(cfg),
         *_names(cfg),
-        *_top_k(cfg.mapper.top_k),
+        *_mapper(cfg),
+        *_calibration(cfg),
         *_texts(cfg),
     ]
 
@@ -270,6 +75,19 @@ def _choices(cfg: Config) -> Iterator[str]:
         "direction": (cfg.direction, DIRECTIONS),
         "mapper.kind": (cfg.mapper.kind, MAPPER_KINDS),
         "mapper.support": (cfg.mapper.support, SUPPORTS),
+        "mapper.regressors": (cfg.mapper.regressors, REGRESSORS),
+        "mapper.penalty": (cfg.mapper.penalty, PENALTIES),
+        "mapper.row_weights": (cfg.mapper.row_weights, ROW_WEIGHTS),
+        "mapper.tuning.per": (cfg.mapper.tuning.per, TUNING_SCOPES),
+        "mapper.mlp.form": (cfg.mapper.mlp.form, MLP_FORMS),
+        "mapper.mlp.compute_dtype": (
+            cfg.mapper.mlp.compute_dtype or "null",
+            ("null", "bfloat16", "float32", "float64"),
+        ),
+        "mapper.compression.method": (cfg.mapper.compression.method, COMPRESSIONS),
+        "calibration.regressors": (cfg.calibration.regressors, REGRESSORS),
+        "calibration.mode": (cfg.calibration.mode, MOMENTS_MODES),
+        "calibration.outliers.policy": (cfg.calibration.outliers.policy, OUTLIER_POLICIES),
         "mapper.dtype": (cfg.mapper.dtype, DTYPES[1:]),
         "selection.rule": (cfg.selection.rule, SELECTION_RULES),
         "rope.strategy": (cfg.rope.strategy, ROPE_STRATEGIES),
@@ -300,9 +118,21 @@ def _choices(cfg: Config) -> Iterator[str]:
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
-    calibration, evaluation, benchmark = cfg.calibration, cfg.evaluation, cfg.benchmark
+    calibration, evaluation, benchmark, mapper = cfg.calibration, cfg.evaluation, cfg.benchmark, cfg.mapper
     at_least: dict[str, tuple[float | None, float]] = {
-        "mapper.ridge_lambda": (cfg.mapper.ridge_lambda, 0),
+        "mapper.native_layers": (mapper.native_layers, 0),
+        "mapper.mlp.epochs": (mapper.mlp.epochs, 1),
+        "mapper.mlp.batch_size": (mapper.mlp.batch_size, 1),
+        "mapper.mlp.weight_decay": (mapper.mlp.weight_decay, 0),
+        "mapper.mlp.patience": (mapper.mlp.patience, 1),
+        "mapper.compression.tolerance": (mapper.compression.tolerance, 0),
+        "mapper.compression.max_r2_loss": (mapper.compression.max_r2_loss, 0),
+        "mapper.compression.max_kl_nats": (mapper.compression.max_kl_nats, 0),
+        "mapper.compression.n_sequences": (mapper.compression.n_sequences, 1),
+        "calibration.native_layers": (calibration.native_layers, 0),
+        "diagnostics.n_sequences": (cfg.diagnostics.n_sequences, 1),
+        "calibration.n_shards": (calibration.n_shards, 1),
+        "calibration.sensitivity_boundaries": (calibration.sensitivity_boundaries, 1),
         "calibration.n_sequences": (calibration.n_sequences, 2),
         "calibration.sequence_length": (calibration.sequence_length, 2),
         "calibration.token_stride": (calibration.token_stride, 1),
@@ -385,10 +215,106 @@ def _names(cfg: Config) -> Iterator[str]:
             )
 
 
-def _top_k(value: Any) -> Iterator[str]:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if value != "all" and not is_count:
-        yield f"mapper.top_k={value!r}: expected a number of source layers, 1 or more, or 'all'"
+def _mapper(cfg: Config) -> Iterator[str]:
+    """Settings of the map that `auto`, bands, networks and row weights make depend on each other."""
+    mapper, tuning = cfg.mapper, cfg.mapper.tuning
+    top_k = mapper.top_k
+    if top_k not in ("all", "auto") and not (_is_integer(top_k) and top_k >= 1):
+        yield f"mapper.top_k={top_k!r}: expected a number of source layers, 1 or more, 'all' or 'auto'"
+    for key in ("ridge_lambda", "lambda_cross", "lambda_native"):
+        value = getattr(mapper, key)
+        none = key != "ridge_lambda"
+        if value != "auto" and not (none and value is None) and not _is_penalty(value, infinite=none):
+            more = ", null (as mapper.ridge_lambda)" if none else ""
+            yield f"mapper.{key}={value}: expected a finite number of at least 0{more} or 'auto'"
+    if mapper.lambda_cross is not None and mapper.support != "banded":
+        yield (
+            f"mapper.lambda_cross={mapper.lambda_cross}: only mapper.support=banded penalises the other "
+            f"heads' features apart; take mapper=banded, or leave it null"
+        )
+    if mapper.lambda_native is not None and not mapper.native_layers:
+        yield (
+            f"mapper.lambda_native={mapper.lambda_native}: there are no native features to penalise; set "
+            f"mapper.native_layers, or leave it null"
+        )
+    yield from _grids(cfg)
+    if mapper.kind == "mlp" and mapper.row_weights != "none":
+        yield (
+            f"mapper.row_weights={mapper.row_weights}: the networks of mapper.kind=mlp are trained on rows "
+            f"that count alike; take a linear mapper, or none"
+        )
+    if mapper.kind == "mlp" and mapper.compression.method != "none":
+        yield (
+            f"mapper.compression.method={mapper.compression.method}: only linear mappers are compressed; "
+            f"store an mlp in another dtype (mapper.dtype=bfloat16) instead"
+        )
+    if any(width < 1 for width in mapper.mlp.hidden) or not mapper.mlp.hidden:
+        yield f"mapper.mlp.hidden={list(mapper.mlp.hidden)}: expected one or more widths of at least 1"
+    if not 0 < mapper.mlp.learning_rate < math.inf:
+        yield f"mapper.mlp.learning_rate={mapper.mlp.learning_rate}: expected a finite number above 0"
+    if tuning.top_k is not None and (not tuning.top_k or any(k < 1 for k in tuning.top_k)):
+        yield f"mapper.tuning.top_k={list(tuning.top_k)}: expected numbers of layers, 1 or more, or null"
+
+
+def _grids(cfg: Config) -> Iterator[str]:
+    """What `auto` tries must be numbers that ridge can take."""
+    tuning = cfg.mapper.tuning
+    for key, infinite, above in (
+        ("ridge_lambda", False, False),
+        ("cross_ratio", True, True),
+        ("native_ratio", True, True),
+    ):
+        values = getattr(tuning, key)
+        right = [_is_penalty(value, infinite=infinite) and (value > 0 or not above) for value in values]
+        if not values or not all(right):
+            least = "above 0" if above else "of at least 0"
+            yield f"mapper.tuning.{key}={list(values)}: expected one or more numbers {least}"
+
+
+def _calibration(cfg: Config) -> Iterator[str]:
+    """Sharding, captures and outliers."""
+    calibration = cfg.calibration
+    if calibration.keep_captures not in ("auto", True, False):
+        yield f"calibration.keep_captures={calibration.keep_captures}: expected auto, true or false"
+    rows = cfg.mapper.kind == "mlp" or cfg.mapper.row_weights != "none"
+    if calibration.keep_captures is False and rows and set(cfg.stages) - {"plan", "calibrate", "report"}:
+        yield (
+            "calibration.keep_captures=false: mapper.kind=mlp and mapper.row_weights=sensitivity read rows, "
+            "which only captured caches hold; set it to auto"
+        )
+    outliers = calibration.outliers
+    if not outliers.threshold > 0:
+        yield f"calibration.outliers.threshold={outliers.threshold}: expected a number above 0"
+    if not 0 < outliers.share <= 1:
+        yield f"calibration.outliers.share={outliers.share}: expected a share of layers above 0, at most 1"
+    yield from _shards(cfg)
+
+
+def _shards(cfg: Config) -> Iterator[str]:
+    shard, n_shards = cfg.calibration.shard, cfg.calibration.n_shards
+    if shard is not None:
+        number, _, total = shard.partition("/")
+        if not (number.isdigit() and total.isdigit() and int(number) < int(total)):
+            yield f"calibration.shard={shard}: expected i/n with 0 <= i < n, such as 0/4"
+        if set(cfg.stages) - {"plan", "calibrate"}:
+            yield (
+                f"calibration.shard={shard}: a part of the moments can be calibrated and nothing else; set "
+                f"stages=[calibrate], then add the parts with stages=[merge,...] calibration.n_shards=n"
+            )
+    if ("merge" in cfg.stages) != (n_shards is not None):
+        yield (
+            f"calibration.n_shards={n_shards}: the stage merge adds the parts of so many shards; name both "
+            f"or neither"
+        )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_penalty(value: Any, *, infinite: bool) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and value >= 0 and (infinite or math.isfinite(value))
 
 
 def _texts(cfg: Config) -> Iterator[str]:
@@ -416,38 +342,3 @@ def _unknown(key: str, value: object, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(value), names, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     return f"{key}={value}: expected one of {', '.join(names)}{hint}"
-
-
-def checkout_root() -> Path | None:
-    """The folder that holds `conf/` and `pyproject.toml`, or None in an installed wheel."""
-    root = Path(__file__).resolve().parent.parent
-    return root if (root / "conf" / "config.yaml").is_file() and (root / "pyproject.toml").is_file() else None
-
-
-def config_path() -> str:
-    """Where Hydra finds the configuration groups: beside the package, else inside the wheel."""
-    root = checkout_root()
-    return str(root / "conf") if root else "pkg://kvmap.conf"
-
-
-def outputs_root() -> str:
-    """`$KVMAP_OUTPUTS`, else the checkout's `outputs/`, else `~/kvmap-outputs`; never the cwd."""
-    root = checkout_root()
-    chosen = os.environ.get("KVMAP_OUTPUTS") or (root / "outputs" if root else Path.home() / "kvmap-outputs")
-    return str(Path(chosen).expanduser().resolve())
-
-
-@cache
-def start_token() -> str:
-    """Six hexadecimal digits, one draw per process: two starts in one second get two directories."""
-    return secrets.token_hex(3)
-
-
-def register() -> None:
-    """Put the schema and the resolvers `${kvmap.outputs:}` and `${kvmap.token:}` where Hydra looks."""
-    from hydra.core.config_store import ConfigStore
-    from omegaconf import OmegaConf
-
-    ConfigStore.instance().store(name="kvmap_schema", node=Config)
-    OmegaConf.register_new_resolver("kvmap.outputs", outputs_root, replace=True)
-    OmegaConf.register_new_resolver("kvmap.token", start_token, replace=True)

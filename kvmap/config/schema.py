@@ -1,0 +1,295 @@
+"""The schema of every configuration group: settings, their types and defaults, and the names they take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+STAGES = ("plan", "calibrate", "merge", "fit", "diagnose", "evaluate", "benchmark", "report")
+DIRECTIONS = ("up", "down")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAPPER_KINDS = ("linear", "mlp", "identity", "bias_only", "raw", "random")
+SUPPORTS = ("full_head", "head_local", "banded")
+REGRESSORS = ("own_kind", "both_kinds")
+PENALTIES = ("absolute", "relative")
+ROW_WEIGHTS = ("none", "sensitivity")
+MLP_FORMS = ("full", "values_only", "residual", "residual_values")
+COMPRESSIONS = ("none", "bfloat16", "fp8", "low_rank", "low_rank_bfloat16", "low_rank_fp8")
+TUNING_SCOPES = ("pair", "head")
+MOMENTS_MODES = ("auto", "full", "head_local", "selected")
+OUTLIER_POLICIES = ("keep", "drop", "separate")
+SELECTION_RULES = ("r2", "forward", "cosine", "proportional", "all")
+ROPE_STRATEGIES = ("strip", "coupled", "no_rerotate")
+TEXT_KINDS = ("world", "jsonl", "text", "hf")
+PACKINGS = ("document", "packed")
+ARMS = ("target", "source", "mapped", "bias_only", "raw", "random", "no_context")
+REQUIRED_ARMS = ("target", "mapped", "no_context")
+WORLD_KINDS = ("where", "colour", "holder", "two_hop", "moved", "count")
+TRACKING_BACKENDS = ("wandb", "wandb_online", "none")
+
+
+@dataclass
+class GeometryFacts:
+    """What a pair file says of a model; checked against the model's own config when it is read."""
+
+    n_layers: int | None = None
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+
+
+@dataclass
+class ModelConfig:
+    """One model: hub id, local folder or `zoo:<name>`, or a GGUF file inside one of these."""
+
+    id: str = "???"
+    revision: str | None = None
+    gguf_file: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    device_map: str | None = None
+    attn_implementation: str | None = "sdpa"
+    geometry: GeometryFacts = field(default_factory=GeometryFacts)
+
+
+@dataclass
+class PairConfig:
+    """Source and target, as read with `direction=up`."""
+
+    name: str = "???"
+    source: ModelConfig = field(default_factory=ModelConfig)
+    target: ModelConfig = field(default_factory=ModelConfig)
+
+
+@dataclass
+class TuningConfig:
+    """What `auto` tries, judged by held-out R²."""
+
+    per: str = "pair"
+    top_k: list[int] | None = None
+    ridge_lambda: list[float] = field(default_factory=lambda: [1e-4, 1e-2, 1.0, 1e2, 1e3, 1e4])
+    cross_ratio: list[float] = field(default_factory=lambda: [1.0, 10.0, 100.0, 1000.0, math.inf])
+    native_ratio: list[float] = field(default_factory=lambda: [0.1, 1.0, 10.0])
+
+
+@dataclass
+class MLPConfig:
+    """The networks of `mapper.kind=mlp`."""
+
+    form: str = "full"
+    hidden: list[int] = field(default_factory=lambda: [1024, 1024])
+    epochs: int = 20
+    batch_size: int = 4096
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    patience: int | None = None
+    standardise: bool = False
+    compute_dtype: str | None = None
+
+
+@dataclass
+class CompressionConfig:
+    """How the fitted weights are stored, and what that may cost."""
+
+    method: str = "none"
+    tolerance: float = 0.01
+    max_r2_loss: float = 0.01
+    max_kl_nats: float = 0.02
+    n_sequences: int = 8
+
+
+@dataclass
+class MapperConfig:
+    """The map from source cache to target cache; `top_k` and `ridge_lambda` exist for every kind."""
+
+    kind: str = "linear"
+    support: str = "full_head"
+    regressors: str = "own_kind"
+    native_layers: int = 0
+    top_k: Any = "all"
+    ridge_lambda: Any = 0.01
+    lambda_cross: Any = None
+    lambda_native: Any = None
+    penalty: str = "absolute"
+    row_weights: str = "none"
+    tuning: TuningConfig = field(default_factory=TuningConfig)
+    mlp: MLPConfig = field(default_factory=MLPConfig)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+    dtype: str = "float32"
+    allow_few_rows: bool = False
+    seed: int = 0
+
+
+@dataclass
+class SelectionConfig:
+    """How the `top_k` source layers of a target layer are chosen, for keys and values alike or apart."""
+
+    rule: str = "r2"
+    apart: bool = False
+
+
+@dataclass
+class RopeConfig:
+    """What happens to the rotation of keys between the two models."""
+
+    strategy: str = "strip"
+
+
+@dataclass
+class TextConfig:
+    """A stream of documents."""
+
+    kind: str = "world"
+    path: str | None = None
+    where: dict[str, str] = field(default_factory=dict)
+    name: str | None = None
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    skip: int | None = None
+    seed: int = 0
+    field: str = "text"  # last: it hides dataclasses.field from the lines below it
+
+
+@dataclass
+class OutliersConfig:
+    """Tokens whose keys or values lie far from all others', the native head's aside."""
+
+    policy: str = "keep"
+    threshold: float = 6.0
+    share: float = 0.5
+
+
+@dataclass
+class CalibrationConfig:
+    """The text both models read, and which of its tokens become rows of the regression."""
+
+    data: TextConfig = field(default_factory=TextConfig)
+    n_sequences: int = 500
+    sequence_length: int = 1024
+    packing: str = "document"
+    token_stride: int = 4
+    held_out_share: float = 0.2
+    batch_size: int = 8
+    sequential: bool = False
+    product_dtype: str = "float64"
+    mode: str = "auto"
+    regressors: str = "own_kind"
+    native_layers: int = 0
+    memory_budget_gib: float | None = None
+    device: str = "auto"
+    keep_captures: Any = "auto"
+    shard: str | None = None
+    n_shards: int | None = None
+    sensitivity_boundaries: int = 32
+    outliers: OutliersConfig = field(default_factory=OutliersConfig)
+    seed: int = 0
+
+
+@dataclass
+class TransferConfig:
+    """How a mapped cache is taken over."""
+
+    hold_back: int = 1
+    native_head: int = 1
+
+
+@dataclass
+class DiagnosticsConfig:
+    """Reconstruction quality per layer and head, and what it says of the target's attention."""
+
+    splits: list[str] = field(default_factory=lambda: ["fit", "held_out"])
+    conditioning: bool = True
+    attention_output: bool = True
+    n_sequences: int = 8
+
+
+@dataclass
+class WorldItemsConfig:
+    """Questions about the small generated world; `n_per_kind: 0` asks none."""
+
+    n_per_kind: int = 0
+    kinds: list[str] | None = None
+    seed: int = 1
+
+
+@dataclass
+class JsonlItemsConfig:
+    """Multiple-choice items from `{context, choices, answer}` files; `paths: []` asks none."""
+
+    paths: list[str] = field(default_factory=list)
+    limit: int | None = None
+    seed: int = 0
+
+
+@dataclass
+class PerplexityConfig:
+    """Prefix perplexity: score a continuation from the prefix's cache; `n_sequences: 0` skips it."""
+
+    data: TextConfig = field(default_factory=TextConfig)
+    n_sequences: int = 0
+    prefix_tokens: int = 1024
+    continuation_tokens: int = 1024
+    packing: str = "packed"
+
+
+@dataclass
+class EvaluationConfig:
+    """What a transferred cache is judged on, and against what."""
+
+    arms: list[str] = field(default_factory=lambda: list(ARMS))
+    world: WorldItemsConfig = field(default_factory=WorldItemsConfig)
+    jsonl: JsonlItemsConfig = field(default_factory=JsonlItemsConfig)
+    perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
+    batch_size: int = 8
+    max_tokens: int | None = None
+    generate: bool = True
+    max_new_tokens: int = 8
+    stop: list[str] = field(default_factory=list)
+    bootstrap_samples: int = 1000
+    sequential: bool = False
+    seed: int = 0
+
+
+@dataclass
+class BenchmarkConfig:
+    """Latency of mapping against re-prefill."""
+
+    lengths: list[int] = field(default_factory=lambda: [64, 256, 1024])
+    batch_size: int = 1
+    repeats: int = 10
+    warmup: int = 2
+    seed: int = 0
+
+
+@dataclass
+class TrackingConfig:
+    """Where metrics go besides the run directory."""
+
+    backend: str = "wandb"
+    project: str = "kvmap"
+    entity: str | None = None
+    group: str | None = None
+    finish_timeout_s: float = 30.0
+
+
+@dataclass
+class Config:
+    """The whole of it."""
+
+    study: str = "???"
+    direction: str = "up"
+    stages: list[str] = field(default_factory=lambda: [stage for stage in STAGES if stage != "merge"])
+    outputs: str = "???"
+    threads: int | None = None
+    seed: int = 0
+    pair: PairConfig = field(default_factory=PairConfig)
+    mapper: MapperConfig = field(default_factory=MapperConfig)
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -1,0 +1,178 @@
+"""Both models' caches of the calibration text, kept on disk: what needs rows reads these, not the models."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvmap.files import load_tensors, read_json, save_tensors, write_json
+from kvmap.fit.pair_moments import calibration_rows
+from kvmap.fit.sensitivity import N_BOUNDARIES, read_sensitivity
+from kvmap.models.cache import KVCache
+from kvmap.models.capture import prefill
+from kvmap.models.pair import ModelPair, Side
+from kvmap.models.storage import load_kv, load_layers, save_kv
+from kvmap.progress import track
+
+RECORD = "captures.json"
+ROLES: tuple[Side, Side] = ("source", "target")
+
+
+@dataclass(frozen=True)
+class SensitivityOptions:
+    """How attention-sensitivity weights are taken ([C]); see `kvmap.fit.sensitivity`.
+
+    Attributes:
+        n_boundaries: prefix lengths at which attention is looked at.
+        native_head, token_stride: which rows count; see `kvmap.fit.pair_moments.calibration_rows`.
+    """
+
+    n_boundaries: int = N_BOUNDARIES
+    native_head: int = 1
+    token_stride: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedBatch:
+    """Caches of the same columns from both models, as captured.
+
+    Attributes:
+        split: "fit" or "held_out".
+        sequences: numbers of its sequences among all.
+        source, target: rotated caches.
+        sensitivity: raw attention-sensitivity weights by (kind, target layer), (batch, H_t, tokens), where
+            they were taken; see `kvmap.fit.sensitivity`.
+    """
+
+    split: str
+    sequences: tuple[int, ...]
+    source: KVCache
+    target: KVCache
+    sensitivity: Mapping[tuple[str, int], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Captures:
+    """A folder of caches: `{start}.source.safetensors`, `{start}.target.safetensors` for each batch.
+
+    Attributes:
+        folder: where they lie.
+        batches: (start, stop) sequence numbers of each.
+        sensitivity: whether `{start}.sensitivity.safetensors` lie there too.
+    """
+
+    folder: Path
+    batches: tuple[tuple[int, int], ...]
+    sensitivity: bool
+
+    @classmethod
+    def open(cls, folder: Path) -> Captures:
+        """Captures that `capture` wrote."""
+        record = read_json(folder / RECORD)
+        batches = tuple((int(start), int(stop)) for start, stop in record["batches"])
+        return cls(folder, batches, bool(record["sensitivity"]))
+
+    def stream(self, splits: Mapping[str, Sequence[int]]) -> Generator[CapturedBatch, None, None]:
+        """Every batch, its sequences apart by split; those in no split are left out."""
+        for start, stop in track(self.batches, len(self.batches), "calibrate: captured caches"):
+            wanted = {split: _members(numbers, start, stop) for split, numbers in splits.items()}
+            if not any(wanted.values()):
+                continue
+            source, target = (load_kv(self.path(start, role)) for role in ROLES)
+            weights = self.weights(start) if self.sensitivity else None
+            for split, numbers in wanted.items():
+                if numbers:
+                    rows = [number - start for number in numbers]
+                    yield CapturedBatch(
+                        split,
+                        tuple(numbers),
+                        source.select_rows(rows),
+                        target.select_rows(rows),
+                        None if weights is None else {key: value[rows] for key, value in weights.items()},
+                    )
+
+    def layers(
+        self, role: str, kind: str, layers: Sequence[int], start: int, *, stripped: bool = True
+    ) -> list[Tensor]:
+        """Some layers of one batch, (batch, n_kv_heads, tokens, head_dim) float32; the rest stays on disk."""
+        return load_layers(self.path(start, role), kind, layers, stripped=stripped)
+
+    def mask(self, start: int) -> Tensor:
+        """(batch, tokens) bool of one batch, True at real tokens."""
+        return load_tensors(self.path(start, "source"), ["mask"])["mask"]
+
+    def path(self, start: int, what: str) -> Path:
+        """The file of one batch."""
+        return self.folder / f"{start}.{what}.safetensors"
+
+    def weights(self, start: int) -> dict[tuple[str, int], Tensor]:
+        """Raw attention-sensitivity weights of one batch, by kind and target layer."""
+        tensors = load_tensors(self.path(start, "sensitivity"))
+        return {(kind, layer): tensors[f"{kind}.{layer}"] for kind, layer in _names(tensors)}
+
+
+def capture(
+    pair: ModelPair,
+    input_ids: Tensor,
+    folder: Path,
+    *,
+    batch_size: int,
+    sequential: bool = False,
+    sensitivity: SensitivityOptions | None = None,
+) -> Captures:
+    """Let both models read the calibration sequences, and keep their caches.
+
+    Args:
+        pair: the two models, loaded on first use.
+        input_ids: (n_sequences, tokens) int64, no padding.
+        folder: where the caches go; `Captures.open` reads it.
+        batch_size: sequences per forward pass, and per file.
+        sequential: never hold both models in memory.
+        sensitivity: also take the target's attention-sensitivity weights; None: do not.
+
+    Disk: the bytes of both caches over all tokens, in the models' dtypes.
+    """
+    starts = range(0, len(input_ids), batch_size)
+    batches = tuple((start, min(start + batch_size, len(input_ids))) for start in starts)
+    found = Captures(folder, batches, sensitivity is not None)
+    (folder / RECORD).unlink(missing_ok=True)  # of an earlier capture, over whose files this one writes
+
+    def read(role: Side, start: int, stop: int) -> None:
+        ids = input_ids[start:stop]
+        if role == "source":
+            save_kv(prefill(pair.source, ids), found.path(start, role))
+        elif sensitivity is None:
+            save_kv(prefill(pair.target, ids), found.path(start, role))
+        else:
+            rows = calibration_rows(torch.ones_like(ids), sensitivity.native_head, sensitivity.token_stride)
+            kv, weights = read_sensitivity(pair.target, ids, None, rows, boundaries=sensitivity.n_boundaries)
+            save_kv(kv, found.path(start, role))
+            tensors = {f"{kind}.{layer}": tensor for (kind, layer), tensor in weights.items()}
+            save_tensors(found.path(start, "sensitivity"), tensors)
+
+    if sequential:
+        pair.release("target")  # an earlier stage may have left it in memory
+        for role in ROLES:
+            for start, stop in track(batches, len(batches), f"capture: {role} reads"):
+                read(role, start, stop)
+            pair.release(role)
+    else:
+        for start, stop in track(batches, len(batches), "capture: both models read"):
+            for role in ROLES:
+                read(role, start, stop)
+    write_json(
+        folder / RECORD, {"batches": [list(batch) for batch in batches], "sensitivity": found.sensitivity}
+    )
+    return found
+
+
+def _names(tensors: Mapping[str, Tensor]) -> list[tuple[str, int]]:
+    return [(kind, int(layer)) for kind, layer in (name.split(".") for name in tensors)]
+
+
+def _members(numbers: Sequence[int], start: int, stop: int) -> list[int]:
+    return sorted(number for number in numbers if start <= number < stop)

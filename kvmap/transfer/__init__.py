@@ -1,0 +1,29 @@
+"""From a source's cache to a target's, and on: what a model does with a context another model has read.
+
+The columns of a hand-off come from three places. The first real tokens of each row are the target's own
+(`native_head`, or a prefix it has cached already), the last `hold_back` are run through the target on top of
+everything else and give the first logits, and what lies between is mapped. A mapper with `native_layers`
+maps the layers above those: the target runs its first layers over all columns itself, and their keys and
+values are exact.
+"""
+
+from __future__ import annotations
+
+from kvmap.fit.view import ROPE_STRATEGIES, calibration_view
+from kvmap.transfer.context import TransferError
+from kvmap.transfer.continuation import continue_greedy, score_continuations
+from kvmap.transfer.cost import native_share
+from kvmap.transfer.handoff import HandOff, TransferOptions, native, transfer
+
+__all__ = [
+    "ROPE_STRATEGIES",
+    "HandOff",
+    "TransferError",
+    "TransferOptions",
+    "calibration_view",
+    "continue_greedy",
+    "native",
+    "native_share",
+    "score_continuations",
+    "transfer",
+]

@@ -1,0 +1,209 @@
+"""The hand-off itself: mapped by one model's mapper, or read by the target alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvmap.fit.view import check_rope
+from kvmap.mappers.base import Mapper
+from kvmap.models.cache import KVCache
+from kvmap.models.capture import forward, prefill
+from kvmap.models.pair import LoadedModel
+from kvmap.transfer.columns import extend_head, join_columns, map_columns, own_counts, split_columns
+from kvmap.transfer.context import (
+    Context,
+    TransferError,
+    check_own_cache,
+    check_parts,
+    prepare_prefix,
+    read_context,
+)
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """How a cache is handed over.
+
+    Attributes:
+        hold_back: last tokens of the context that the target runs itself, at least 1.
+        native_head: first tokens of the context that the target runs itself; 0 is the published behaviour.
+        rope: "strip" maps content keys and rotates them for the target; "coupled" maps rotated keys to
+            rotated keys; "no_rerotate" maps content keys and leaves them unrotated.
+    """
+
+    hold_back: int = 1
+    native_head: int = 1
+    rope: str = "strip"
+
+    def __post_init__(self) -> None:
+        """Refuse what no hand-off can do.
+
+        Raises:
+            TransferError, UnknownName: naming the option, its value and what is expected.
+        """
+        if self.hold_back < 1:
+            raise TransferError(
+                f"hold_back={self.hold_back}: expected at least 1, the token whose logits come first"
+            )
+        if self.native_head < 0:
+            raise TransferError(f"native_head={self.native_head}: expected 0 or more tokens")
+        check_rope(self.rope)
+
+
+@dataclass(frozen=True, eq=False)
+class HandOff:
+    """A context the target is ready to continue. Counts are sums over the rows of the batch, without pads.
+
+    Attributes:
+        kv: the target's cache over all columns of the context, `exact=False` if any of them was mapped.
+        logits: (batch, vocab) float32, for the token after the context.
+        n_mapped: tokens that were mapped, in the layers above the native ones.
+        n_native_head: tokens before the held-back ones whose columns are the target's own.
+        n_hold_back: tokens run through the target on top of the rest.
+        n_clamped: mapped numbers that did not fit the target's dtype and were set to its largest, ±65,504 in
+            float16. Anything but 0 says that the target should run in bfloat16.
+        n_mapped_of_row: `n_mapped` row by row.
+        n_native_layers: first layers of which no column was mapped: the mapper's `native_layers`, or all
+            layers where nothing was mapped.
+    """
+
+    kv: KVCache
+    logits: Tensor
+    n_mapped: int
+    n_native_head: int
+    n_hold_back: int
+    n_clamped: int
+    n_mapped_of_row: tuple[int, ...]
+    n_native_layers: int
+
+    def select_rows(self, index: Sequence[int] | Tensor) -> HandOff:
+        """Rows of the batch, repeats allowed, so that several continuations of one context make one batch.
+
+        The counts stay those of the whole hand-off, but for `n_mapped_of_row`.
+        """
+        rows = torch.as_tensor(index, dtype=torch.long)
+        return replace(
+            self,
+            kv=self.kv.select_rows(rows),
+            logits=self.logits[rows.to(self.logits.device)],
+            n_mapped_of_row=tuple(self.n_mapped_of_row[row] for row in rows.tolist()),
+        )
+
+
+def transfer(
+    source_kv: KVCache,
+    mapper: Mapper,
+    target: LoadedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    hold_back: int = 1,
+    native_head: int = 1,
+    rope: str = "strip",
+    native_prefix: KVCache | None = None,
+) -> HandOff:
+    """Hand a context over: map the source's cache, let the target run the rest ([H] §3.4).
+
+    `k̂ = R_target(position)(k_content W_K + b_K)`, `v̂ = v W_V + b_V`, mapped and rotated in float32 with the
+    frequencies the target would use for a prefill of this length, then cast to the target's dtype.
+    A mapper with `native_layers` = m has the target run its first m layers over the whole context, for the
+    price of m − 1 layers and one projection: their columns are exact, whatever becomes of mapped keys under
+    `rope`, and feed the map of the layers above, as content keys (rotated ones under "coupled").
+    A context that leaves nothing to map (one token, no more than `hold_back` and `native_head` cover, or a
+    mapper of native layers alone) is a plain native run. Nothing given is changed.
+
+    Args:
+        source_kv: the source's cache over all columns of `input_ids`.
+        mapper: of this pair and strategy. One that was loaded knows what it was fitted for
+            (`Mapper.fitted_for`) and is refused elsewhere; of one made in memory shapes alone are checked.
+        target: the model that goes on.
+        input_ids: (batch, tokens) the context; attention_mask: (batch, tokens), left padding only, or None.
+        hold_back, native_head, rope: see `TransferOptions`.
+        native_prefix: the target's own cache of the first q tokens of each row (or one row that serves all),
+            used as it is; `native_head` then only counts what it exceeds q by. That it holds these tokens
+            is the caller's to know: a cache carries no ids. Native layers read its tokens again.
+
+    A dynamic or longrope model runs its own first tokens with the frequencies of the whole context. A
+    `native_prefix` read within a shorter context is turned to them, but keeps the hidden states it had there.
+
+    Raises:
+        TransferError: naming the mismatch, or the layer whose mapped keys or values are not finite.
+        MapperMismatch: a mapper of other shapes than source or target, or one fitted for other models or
+            for another RoPE strategy ("strip" and "no_rerotate" share one fit).
+    """
+    options = TransferOptions(hold_back, native_head, rope)
+    context = read_context(target, input_ids, attention_mask, options.hold_back)
+    check_parts(source_kv, mapper, target, context, options.rope)
+    n_layers = len(mapper.target_shape)
+    n_first = context.n_columns if mapper.native_layers == n_layers else options.native_head
+    head = prepare_prefix(native_prefix, target, context)
+    own = own_counts(context, n_first, head)
+    if head is None and bool((own >= context.n_cut).all()):
+        return native(target, input_ids, attention_mask, hold_back=options.hold_back)
+    head = extend_head(target, context, head, torch.full_like(own, n_first).minimum(context.n_cut))
+    rotations = target.rotations(context.length)
+    columns = split_columns(context, own)
+    made, n_clamped = map_columns(source_kv, mapper, target, columns, options.rope, rotations)
+    n_native = int(own.sum())
+    n_mapped_of_row = tuple((context.n_cut - own).tolist())
+    n_mapped = sum(n_mapped_of_row)
+    cut = replace(
+        join_columns(target, columns, head, made, rotations),
+        exact=n_mapped == 0 and (head is None or head.exact),
+        owner=target.identity if n_mapped == 0 else None,
+        mixed=options.rope == "no_rerotate" and n_mapped > 0,
+    )
+    logits, kv = _run_tail(target, context, cut)
+    n_tail = int(context.mask.sum()) - n_native - n_mapped
+    n_exact = mapper.native_layers if n_mapped else n_layers
+    return HandOff(kv, logits, n_mapped, n_native, n_tail, n_clamped, n_mapped_of_row, n_exact)
+
+
+def native(
+    target: LoadedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    hold_back: int = 1,
+    *,
+    cache: KVCache | None = None,
+) -> HandOff:
+    """The target reads the whole context itself: the ceiling, behind the same interface.
+
+    The context is prefilled whole, so that length-dependent frequencies are those of its full length, and the
+    last `hold_back` tokens are run again on top of the others, the only ones whose logits are made.
+
+    Args:
+        target: the model.
+        input_ids: (batch, tokens) the context; attention_mask: (batch, tokens), left padding only, or None.
+        hold_back: last tokens that are run again, at least 1.
+        cache: the model's own prefill of this very context, where it is there already, so that nothing is
+            read twice; it stays as it is. None: it is made here.
+
+    Raises:
+        TransferError: hold_back < 1, a mask that is not left padding, or a cache of another model, of other
+            rows or columns, or with stripped keys.
+    """
+    options = TransferOptions(hold_back=hold_back)
+    context = read_context(target, input_ids, attention_mask, options.hold_back)
+    if cache is not None:
+        check_own_cache(cache, target, context)
+    cut = None
+    if context.n_columns > 0:
+        whole = prefill(target, context.ids, context.mask) if cache is None else cache
+        cut = whole.slice_tokens(0, context.n_columns)
+    logits, kv = _run_tail(target, context, cut)
+    n_native = int(context.n_cut.sum())
+    n_tail = int(context.mask.sum()) - n_native
+    n_layers = target.geometry.n_layers
+    return HandOff(kv, logits, 0, n_native, n_tail, 0, (0,) * context.ids.shape[0], n_layers)
+
+
+def _run_tail(target: LoadedModel, context: Context, cut: KVCache | None) -> tuple[Tensor, KVCache]:
+    """Run the held-back tokens on the cut cache: (batch, vocab) logits after the last, and the full cache."""
+    tail = slice(context.n_columns, None)
+    logits, kv = forward(target, context.ids[:, tail], cut, context.mask[:, tail])
+    return logits[:, -1], kv
