@@ -124,6 +124,28 @@ def test_the_core_names_no_heavy_package_at_the_top() -> None:
     assert places(wrong()) == []
 
 
+# An unstable dependency, and the files that may know it.
+ADAPTERS = {
+    "hydra": {"run.py", "config/hydra.py"},
+    "omegaconf": {"run.py", "config/hydra.py"},
+    "wandb": {"wandb_mirror.py"},
+    "transformers.cache_utils": {"models/cache.py"},
+    "transformers.DynamicCache": {"models/cache.py"},
+    "datasets": {"data/texts.py"},
+}
+
+
+@pytest.mark.parametrize("package", ADAPTERS)
+def test_an_unstable_dependency_is_named_in_its_adapter_alone(package: str) -> None:
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in MODULES
+        for _, name in imports(path)
+        if name == package or name.startswith(f"{package}.")
+    }
+    assert found == ADAPTERS[package]
+
+
 def _top_imports(node: ast.stmt) -> Iterator[tuple[int, str]]:
     """Imports outside functions, those for a type checker included."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

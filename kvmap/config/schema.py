@@ -176,6 +176,7 @@ class CalibrationConfig:
     mode: str = "auto"
     regressors: str = "own_kind"
     native_layers: int = 0
+    native_head: int | None = None
     memory_budget_gib: float | None = None
     device: str = "auto"
     keep_captures: Any = "auto"

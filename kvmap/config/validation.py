@@ -130,6 +130,7 @@ def _ranges(cfg: Config) -> Iterator[str]:
         "mapper.compression.max_kl_nats": (mapper.compression.max_kl_nats, 0),
         "mapper.compression.n_sequences": (mapper.compression.n_sequences, 1),
         "calibration.native_layers": (calibration.native_layers, 0),
+        "calibration.native_head": (calibration.native_head, 0),
         "diagnostics.n_sequences": (cfg.diagnostics.n_sequences, 1),
         "calibration.n_shards": (calibration.n_shards, 1),
         "calibration.sensitivity_boundaries": (calibration.sensitivity_boundaries, 1),
@@ -168,9 +169,11 @@ def _ranges(cfg: Config) -> Iterator[str]:
     if not benchmark.lengths:
         yield f"benchmark.lengths={list(benchmark.lengths)}: expected at least one length"
     yield from _nothing_mapped(cfg)
-    if cfg.transfer.native_head >= calibration.sequence_length > 1:
+    native_head = cfg.transfer.native_head if calibration.native_head is None else calibration.native_head
+    if native_head >= calibration.sequence_length > 1:
         yield (
-            f"transfer.native_head={cfg.transfer.native_head}: leaves no calibration rows in sequences of "
+            f"transfer.native_head={native_head} (or calibration.native_head): leaves no calibration rows in "
+            f"sequences of "
             f"calibration.sequence_length={calibration.sequence_length}; lower the one or raise the other"
         )
 

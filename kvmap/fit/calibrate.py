@@ -95,6 +95,7 @@ def accumulate_moments(
                     outliers.wait(batch.split, moments.read_rows(source, target, flagged, own))
             weights = None if weigh is None else weigh(batch, rows)
             moments.update(batch.split, source, target, rows, weights)
+            del batch, source, target, weights  # before the next is read, or two would be held
     if outliers is not None and not is_shard:
         outliers.settle(moments)
     return moments.to("cpu")

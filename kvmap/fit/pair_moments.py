@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from kvmap.fit.features import (
     cache_shape,
     shape_from_json,
 )
-from kvmap.fit.moments import PRODUCT_DTYPES, Moments, MomentsError, moments_bytes
+from kvmap.fit.moments import PRODUCT_DTYPES, Moments, MomentsError, moments_bytes, take
 from kvmap.models.cache import KVCache
 
 SPLITS = ("fit", "held_out")
@@ -235,8 +236,8 @@ class PairMoments:
             raise UnknownName("split", split, SPLITS)
         for table, weights in zip(self.tables, rows.weights, strict=True):
             table.splits[split].update(
-                _columns(rows.x, table.spec.features),
-                _columns(rows.y, table.spec.targets),
+                take(rows.x, table.spec.features, 1),
+                take(rows.y, table.spec.targets, 1),
                 weights,
                 self.product_dtype,
             )
@@ -432,13 +433,12 @@ def feature_rows(layout: Layout, source: KVCache, target: KVCache, rows: Tensor)
         (n, layout.n_features), rows in the order of the batch, then of the tokens.
     """
     native = layout.native_layers
-    parts = [source.keys, source.values, target.keys[:native], target.values[:native]]
-    return torch.cat([_channel_rows(layers, rows) for layers in parts if len(layers)], dim=1)
+    return _channel_rows((*source.keys, *source.values, *target.keys[:native], *target.values[:native]), rows)
 
 
 def target_rows(target: KVCache, rows: Tensor) -> Tensor:
     """All targets of a layout for the chosen columns, in its order: (n, layout.n_targets)."""
-    return torch.cat([_channel_rows(target.keys, rows), _channel_rows(target.values, rows)], dim=1)
+    return _channel_rows((*target.keys, *target.values), rows)
 
 
 def check_memory(tables: Iterable[TableSpec], budget_bytes: int | None) -> None:
@@ -477,15 +477,18 @@ def _heads(
 
 
 def _channel_rows(layers: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """Rows of (layer, head, channel) of the chosen columns: (n, Σ n_kv_heads · head_dim)."""
-    return torch.cat([layer.transpose(1, 2)[rows.to(layer.device)].flatten(1) for layer in layers], dim=1)
+    """Rows of (layer, head, channel) of the chosen columns: (n, Σ n_kv_heads · head_dim).
 
-
-def _columns(rows: Tensor, numbers: Tensor) -> Tensor:
-    """Some columns, as a view where they are consecutive."""
-    if len(numbers) and int(numbers[-1] - numbers[0]) == len(numbers) - 1:
-        return rows[:, int(numbers[0]) : int(numbers[-1]) + 1]
-    return rows[:, numbers.to(rows.device)]
+    Written layer by layer into the one tensor: joined parts would be held twice.
+    """
+    first = layers[0]
+    chosen = rows.to(first.device)
+    dtype = functools.reduce(torch.promote_types, (layer.dtype for layer in layers))
+    widths = [layer.shape[1] * layer.shape[3] for layer in layers]
+    joined = torch.empty(int(chosen.sum()), sum(widths), dtype=dtype, device=first.device)
+    for layer, part in zip(layers, joined.split(widths, 1), strict=True):
+        part.copy_(layer.transpose(1, 2)[chosen].flatten(1))
+    return joined
 
 
 def _row_weights(spec: TableSpec, rows: Tensor, weights: RowWeights | None) -> Tensor | None:
@@ -500,7 +503,8 @@ def _row_weights(spec: TableSpec, rows: Tensor, weights: RowWeights | None) -> T
 
 def _check_finite(x: Tensor, y: Tensor) -> None:
     for what, values in (("source features", x), ("target channels", y)):
-        if not bool(torch.isfinite(values).all()):
+        # a sum needs no copy, and is not finite where a value is not (nor where it overflows)
+        if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
             column = int((~torch.isfinite(values)).any(0).nonzero()[0])
             raise MomentsError(
                 f"the {what} hold a NaN or infinite value in column {column} of {values.shape[1]}: a cache "

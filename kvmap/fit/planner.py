@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmap.errors import KvmapError
@@ -24,14 +25,17 @@ class MomentsPlan:
             "head_local": the matched heads alone; serves head-local support with any k, λ and selection.
             "selected": what one selection reads, for which a first pass has to choose it.
         table_bytes: of the moments, both splits.
-        peak_bytes: tables, and the rows of one batch on their way into them.
-        n_passes: over the calibration text (or its captured caches).
+        peak_bytes: the tables that grow at one time, and the rows of one batch on their way into them.
+        n_passes: over the calibration text (or its captured caches): one for each block of tables that fits
+            the budget, and one before them where layers have to be chosen.
+        fits: whether every table does, by itself.
     """
 
     mode: str
     table_bytes: int
     peak_bytes: int
     n_passes: int
+    fits: bool
 
 
 def plan_moments(
@@ -45,7 +49,7 @@ def plan_moments(
     two_passes: bool = True,
     budget_bytes: int | None = None,
 ) -> MomentsPlan:
-    """The richest mode that serves the map and fits the budget, or the one asked for.
+    """The richest mode that serves the map and fits the budget in one pass, else that of the fewest passes.
 
     Args:
         layout: of the pair.
@@ -68,15 +72,22 @@ def plan_moments(
         batch_tokens=batch_tokens,
         mode=mode,
         two_passes=two_passes,
+        budget_bytes=budget,
     )
-    for plan in plans:
-        if plan.peak_bytes <= budget:
-            return plan
+    chosen = best_plan(plans)
+    if chosen is not None:
+        return chosen
     needed = ", ".join(f"{plan.mode} {plan.peak_bytes:,}" for plan in plans)
     raise MemoryBudgetExceeded(
-        f"calibration.memory_budget_gib: {budget:,} bytes are allowed, and the moments would take "
-        f"({needed}). Raise it, lower mapper.top_k or calibration.batch_size, or take mapper=head_local"
+        f"calibration.memory_budget_gib: {budget:,} bytes are allowed, and the moments would take at least "
+        f"({needed}) at one time. Raise it, lower mapper.top_k or calibration.batch_size, or take "
+        f"mapper=head_local"
     )
+
+
+def best_plan(plans: Sequence[MomentsPlan]) -> MomentsPlan | None:
+    """The first plan, of those that fit, of the fewest blocks; None if none fits."""
+    return min((plan for plan in plans if plan.fits), key=lambda plan: plan.n_passes, default=None)
 
 
 def moments_plans(
@@ -88,17 +99,19 @@ def moments_plans(
     batch_tokens: int,
     mode: str = "auto",
     two_passes: bool = True,
+    budget_bytes: int,
 ) -> list[MomentsPlan]:
     """Every mode that serves the map, the richest first; or the one asked for. See `plan_moments`.
 
     Raises:
         KvmapError: a mode that does not serve the support.
     """
-    plans = [
-        _plan(layout, name, support, regressors, top_k, batch_tokens, two_passes)
-        for name in MODES
-        if name != "head_local" or support == "head_local"
-    ]
+    plans = []
+    for name in MODES:
+        if name != "head_local" or support == "head_local":
+            tables = _sizes(layout, name, support, regressors, top_k)
+            rows = batch_tokens * row_bytes(layout, name, tables)
+            plans.append(_plan(name, tables, rows, budget_bytes, two_passes))
     if mode == "auto":
         return plans
     plans = [plan for plan in plans if plan.mode == mode]
@@ -120,31 +133,43 @@ def machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def row_bytes(layout: Layout) -> int:
-    """Bytes that one row takes on its way into the tables.
+def row_bytes(layout: Layout, mode: str = "full", tables: Sequence[tuple[int, int]] = ()) -> int:
+    """Bytes that one row takes on its way into tables of so many (features, targets).
 
-    Both caches as content in float32, features and targets joined in float32, and the centred float64 copies
-    of a table's columns; 2 · channels of a token each.
+    Both caches in 16 bits, as they come and those of one split, and as content in float32; features and
+    targets joined in float32; and of one table at a time, the largest (where none are told, of everything),
+    the columns in float32 (unless they are all there are of a kind) and centred in float64.
     """
     channels = 2 * (n_channels(layout.source_shape) + n_channels(layout.target_shape))
     joined = layout.n_features + layout.n_targets
-    return 4 * channels + 4 * joined + 8 * joined
+    columns = max((p + q for p, q in tables), default=joined)
+    return (2 + 2 + 4) * channels + 4 * joined + (8 if mode == "full" else 12) * columns
+
+
+def table_blocks(sizes: Sequence[int], budget_bytes: int) -> list[list[int]]:
+    """Positions of tables, in order, in the fewest blocks of no more bytes than the budget.
+
+    A table that is larger by itself makes a block of its own.
+    """
+    blocks: list[list[int]] = []
+    room = -1
+    for position, size in enumerate(sizes):
+        if not blocks or size > room:
+            blocks.append([])
+            room = budget_bytes
+        blocks[-1].append(position)
+        room -= size
+    return blocks
 
 
 def _plan(
-    layout: Layout,
-    mode: str,
-    support: str,
-    regressors: str,
-    top_k: int,
-    batch_tokens: int,
-    two_passes: bool,
+    mode: str, tables: list[tuple[int, int]], rows: int, budget_bytes: int, two_passes: bool
 ) -> MomentsPlan:
-    tables = len(SPLITS) * sum(
-        moments_bytes(p, q) for p, q in _sizes(layout, mode, support, regressors, top_k)
-    )
-    n_passes = 2 if mode == "selected" and two_passes else 1
-    return MomentsPlan(mode, tables, tables + batch_tokens * row_bytes(layout), n_passes)
+    sizes = [len(SPLITS) * moments_bytes(p, q) for p, q in tables]
+    blocks = table_blocks(sizes, budget_bytes - rows)
+    largest = max(sum(sizes[position] for position in block) for block in blocks)
+    n_passes = len(blocks) + (mode == "selected" and two_passes)
+    return MomentsPlan(mode, sum(sizes), largest + rows, n_passes, largest + rows <= budget_bytes)
 
 
 def _sizes(layout: Layout, mode: str, support: str, regressors: str, top_k: int) -> list[tuple[int, int]]:

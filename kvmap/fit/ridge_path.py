@@ -18,23 +18,24 @@ from kvmap.fit.moments import Moments
 from kvmap.fit.ridge import (
     RidgeError,
     eigendecomposition,
-    intercept,
     singular_tolerance,
     solve_ridge,
-    sse_with_bias,
 )
 
 METHODS = ("auto", "eigen", "cholesky")
 
 # Time of each step, in floating-point operations at the rate of a large float64 matmul (which takes 2 p³ or
 # 2 p² m), over p³ or p² m. Measured on one Xeon thread (torch 2.13, MKL) at p = 256, 1,024 and 3,072 and
-# m = 256 and 7,168. From p = 1,024 on, "cholesky" took what this says to within 25 %; an eigendecomposition
-# took 11 p³ at p = 1,024 and 16 p³ at p = 3,072.
-_EIGENDECOMPOSITION = 13.0
-_CONGRUENCE = 4.0
-_EIGEN_PER_OUTPUT = 7.0
-_CHOLESKY = 1.0
-_CHOLESKY_PER_OUTPUT = 5.5
+# m = 256 and 7,168, and on one AMD EPYC thread (the same libraries) at p = 512, 1,024, 1,536 and 3,072. An
+# eigendecomposition took 7 to 11 p³ at p = 1,024 and 11 to 16 p³ at p = 3,072.
+_EIGENDECOMPOSITION = 11.0
+_CONGRUENCE = 3.2
+_EIGEN_PER_OUTPUT = 5.4
+_CHOLESKY = 0.9
+_CHOLESKY_PER_OUTPUT = 4.5
+
+# Rows and columns of symmetric products that are formed at a time, on and above the diagonal.
+_TILE = 256
 
 # Variances further apart than this, and the rounding of the largest eigenvalue hides the smallest features.
 _WIDEST_SPREAD = 1e8
@@ -95,12 +96,24 @@ class EigenPath:
         explained = (d + self.lambdas.unsqueeze(1) * d.square()) @ c.square().view(by_group).sum(-1)
         fit = self.fit.s_yy.view(n_groups, width).sum(-1) - explained
         error = s_yy.view(n_groups, width).sum(-1) - 2 * (d @ (c * linear).view(by_group).sum(-1))
-        product = torch.empty_like(m)
-        for g in range(n_groups):
-            c_g = c[:, g * width : (g + 1) * width]
-            torch.mm(c_g, c_g.T, out=product).mul_(m)
-            error[:, g] += ((d @ product) * d).sum(-1)
+        error += self._quadratic(m, c.view(by_group).transpose(0, 1).contiguous())
         return PathErrors(fit.clamp(min=0), error.clamp(min=0))
+
+    def _quadratic(self, m: Tensor, c: Tensor) -> Tensor:
+        """`dᵀ (M ∘ C_g C_gᵀ) d` of each λ and group, (n_lambdas, n_groups): c (n_groups, n, width).
+
+        Tile by tile on and above the diagonal, so that the products of all groups stay in the cache.
+        """
+        n = len(m)
+        total = m.new_zeros(len(self.lambdas), len(c))
+        for start in range(0, n, _TILE):
+            rows = slice(start, min(start + _TILE, n))
+            for column in range(start, n, _TILE):
+                columns = slice(column, min(column + _TILE, n))
+                scale = self.shrunk[:, rows, None] * self.shrunk[:, None, columns] * m[rows, columns]
+                products = torch.bmm(c[:, rows], c[:, columns].mT)
+                total.addmm_(scale.flatten(1), products.flatten(1).T, alpha=1 if column == start else 2)
+        return total
 
     def weights(self, chosen: int | Tensor) -> Tensor:
         """`W = Z D C`, (p, m) float64, at one position in the path, or one for each group of outputs."""
@@ -112,11 +125,12 @@ class EigenPath:
     def _rotated(self, held_out: Moments) -> tuple[Tensor, Tensor, Tensor]:
         """M (n, n), L (n, m) and s_yy (m,) of held-out rows about the fitted means.
 
-        A shift of the means adds `Σw δδᵀ` to second moments: the error of the bias is in them.
+        A shift of the means adds `Σw δδᵀ` to second moments: the error of the bias is in them. Of M only the
+        tiles on and above its diagonal are formed.
         """
         shift_x = self.z.T @ (held_out.mean_x - self.fit.mean_x)
         shift_y = held_out.mean_y - self.fit.mean_y
-        m = self.z.T @ held_out.s_xx @ self.z
+        m = _congruence(held_out.s_xx, self.z)
         m.addr_(shift_x, shift_x, alpha=held_out.weight)
         linear = (self.z.T @ held_out.s_xy).addr_(shift_x, shift_y, alpha=held_out.weight)
         return m, linear, held_out.s_yy + held_out.weight * shift_y.square()
@@ -139,18 +153,26 @@ class CholeskyPath:
     def sse(self, held_out: Moments, n_groups: int) -> PathErrors:
         """Errors of groups of m/n_groups neighbouring outputs; as `EigenPath.sse`.
 
-        On the rows fitted, `SSE = s_yy − ⟨W, S_xy⟩ − Σ_j λ r_j ‖W_j‖²`; on the others, `sse_with_bias`.
+        On the rows fitted, `SSE = s_yy − ⟨W, S_xy⟩ − Σ_j λ r_j ‖W_j‖²`; on the others as
+        `kvmap.fit.ridge.sse_with_bias`.
         """
         width = _group_width(self.fit, held_out, n_groups)
+        read = torch.isfinite(self.ratio).nonzero().flatten()
+        if 0 < len(read) < len(self.ratio):
+            outputs = torch.arange(self.fit.n_targets, device=read.device)
+            left = CholeskyPath(self.fit.cut(read, outputs), self.lambdas, self.ratio[read])
+            return left.sse(held_out.cut(read, outputs), n_groups)
         fit, error = [], []
+        shift_x, shift_y = held_out.mean_x - self.fit.mean_x, held_out.mean_y - self.fit.mean_y
         for ridge_lambda in self.lambdas:
             weight = self._solve(ridge_lambda, self.fit.s_xy)
             penalty = torch.where(torch.isinf(self.ratio), 0.0, ridge_lambda * self.ratio)
             explained = (weight * self.fit.s_xy).sum(0) + penalty @ weight.square()
             fit.append((self.fit.s_yy - explained).view(n_groups, width).sum(-1))
-            bias = intercept(weight, self.fit.mean_x, self.fit.mean_y)
-            moments = (held_out.s_xx, held_out.s_xy, held_out.s_yy, held_out.mean_x, held_out.mean_y)
-            error.append(sse_with_bias(weight, bias, *moments, held_out.weight).view(n_groups, width).sum(-1))
+            shift = shift_y - shift_x @ weight
+            squared = held_out.s_yy - 2 * (weight * held_out.s_xy).sum(0) + held_out.weight * shift.square()
+            squared += _quadratic_form(held_out.s_xx, weight)
+            error.append(squared.clamp(min=0).view(n_groups, width).sum(-1))
         return PathErrors(torch.stack(fit).clamp(min=0), torch.stack(error))
 
     def weights(self, chosen: int | Tensor) -> Tensor:
@@ -168,7 +190,8 @@ class CholeskyPath:
     def _solve(self, ridge_lambda: Tensor, s_xy: Tensor) -> Tensor:
         # 0 · ∞ would be NaN, and a feature of ratio ∞ is left out also where λ = 0
         penalty = torch.where(torch.isinf(self.ratio), self.ratio, ridge_lambda * self.ratio)
-        return solve_ridge(self.fit.s_xx, s_xy, penalty).weight.contiguous()
+        weight = _plainly_solved(self.fit.s_xx, s_xy, penalty)
+        return solve_ridge(self.fit.s_xx, s_xy, penalty).weight.contiguous() if weight is None else weight
 
 
 def ridge_path(
@@ -219,6 +242,39 @@ def path_weights(
 ) -> Tensor:
     """W, (p, m) float64, for one λ. To pick from a path that is there, use its `weights`."""
     return ridge_path(fit, [ridge_lambda], ratio=ratio, method=method).weights(0)
+
+
+def _plainly_solved(s_xx: Tensor, s_xy: Tensor, penalty: Tensor) -> Tensor | None:
+    """What `solve_ridge` finds by its first solver, without its checks; None where that does not serve."""
+    gram = s_xx.clone()
+    gram.diagonal().add_(penalty)
+    cholesky, info = torch.linalg.cholesky_ex(gram)
+    pivots, diagonal = cholesky.diagonal().square(), gram.diagonal()
+    dead = singular_tolerance(1) ** 2 * s_xx.diagonal().max()
+    # comparisons with NaN are false too
+    healthy = (info == 0) & ((pivots > singular_tolerance(len(gram)) * diagonal) & (diagonal > dead)).all()
+    weight = torch.cholesky_solve(s_xy, cholesky).contiguous() if bool(healthy) else None
+    return weight if weight is not None and bool(torch.isfinite(weight).all()) else None
+
+
+def _quadratic_form(s_xx: Tensor, weight: Tensor) -> Tensor:
+    """`diag(WᵀSW)`, (m,), from the blocks of S on and above its diagonal: half of the work."""
+    total = weight.new_zeros(weight.shape[1])
+    for start in range(0, len(weight), _TILE):
+        stop = min(start + _TILE, len(weight))
+        rows = slice(start, stop)
+        product = torch.mm(s_xx[rows, stop:], weight[stop:]).mul_(2).addmm_(s_xx[rows, rows], weight[rows])
+        total += (weight[rows] * product).sum(0)
+    return total
+
+
+def _congruence(s_xx: Tensor, z: Tensor) -> Tensor:
+    """The blocks of `ZᵀSZ` on and above its diagonal, (n, n)."""
+    right = s_xx @ z
+    product = z.new_zeros(z.shape[1], z.shape[1])
+    for start in range(0, len(product), _TILE):
+        product[start : start + _TILE, start:] = z[:, start : start + _TILE].T @ right[:, start:]
+    return product
 
 
 def _eigen_path(fit: Moments, lambdas: Tensor, ratio: Tensor) -> EigenPath:

@@ -81,14 +81,17 @@ class Tuned:
     head_r2: Mapping[Head, float]
 
     def rows(self) -> list[dict[str, Any]]:
-        """The grid as rows of a table: mean held-out R², and how many heads chose each point."""
+        """The grid as rows of a table: mean held-out R², and how many heads chose each point.
+
+        An infinite ratio stands as "inf": JSON has no such number.
+        """
         chosen = list(self.choices.values())
         return [
             {
                 "top_k": choice.top_k,
                 "ridge_lambda": choice.ridge_lambda,
-                "cross_ratio": choice.cross,
-                "native_ratio": choice.native,
+                "cross_ratio": _named(choice.cross),
+                "native_ratio": _named(choice.native),
                 "held_out_r2": r2,
                 "n_heads": chosen.count(choice),
             }
@@ -183,6 +186,10 @@ def fit_tuned(
 
 def _times(own: float, ratio: float) -> float:
     return math.inf if math.isinf(ratio) else own * ratio
+
+
+def _named(ratio: float) -> float | str:
+    return "inf" if math.isinf(ratio) else ratio
 
 
 def _path_r2(

@@ -21,7 +21,7 @@ def run(ctx: Context) -> None:
 
 def log_moments(ctx: Context, artifact: Artifact, name: str) -> None:
     """Rows of each split, mode and bytes."""
-    tables = read_json(artifact.path / "moments.json")["tables"]
+    tables = [table for path in artifact.path.glob("moments.*.json") for table in read_json(path)["tables"]]
     rows = {split: min(table["n_rows"][split] for table in tables) for split in SPLITS}
     metrics = {f"calibrate/rows/{split}/n_rows": Metric(n) for split, n in rows.items()}
     metrics["calibrate/moments/all/reused"] = Metric(float(not artifact.built))

@@ -23,7 +23,7 @@ from kvmap.fit.pair_moments import (
     probe_tables,
     selected_tables,
 )
-from kvmap.fit.planner import MomentsPlan, plan_moments
+from kvmap.fit.planner import MomentsPlan, default_budget, plan_moments, row_bytes, table_blocks
 from kvmap.fit.probes import ProbeResult, probe
 from kvmap.fit.selection import needs, rank_layers
 from kvmap.fit.tuning import recipe_for
@@ -92,6 +92,12 @@ class Calibrated:
             return tuple(sorted({min(k, n_layers) for k in named}))
         return tuple(sorted({2**i for i in range(n_layers.bit_length()) if 2**i < n_layers} | {n_layers}))
 
+    @property
+    def native_head(self) -> int:
+        """First tokens of a sequence that are no rows: those that the target will compute itself."""
+        own = self.cfg.native_head
+        return self.ctx.cfg.transfer.native_head if own is None else own
+
     @cached_property
     def splits(self) -> dict[str, list[int]]:
         """Sequence numbers of the fit and the held-out split; of this shard alone, if the run is one."""
@@ -102,9 +108,8 @@ class Calibrated:
     @property
     def options(self) -> CalibrationOptions:
         """Which tokens become rows, and how they are added up."""
-        transfer = self.ctx.cfg.transfer
         return CalibrationOptions(
-            native_head=transfer.native_head,
+            native_head=self.native_head,
             token_stride=self.cfg.token_stride,
             rope=self.ctx.cfg.rope.strategy,
             product_dtype=self.cfg.product_dtype,
@@ -132,7 +137,7 @@ class Calibrated:
                 "held_out_share": self.cfg.held_out_share,
                 "split_seed": self.cfg.seed,
                 "token_stride": self.cfg.token_stride,
-                "native_head": self.ctx.cfg.transfer.native_head,
+                "native_head": self.native_head,
                 "rope": "coupled" if strategy == "coupled" else "strip",
                 "product_dtype": self.cfg.product_dtype,
             }
@@ -150,11 +155,10 @@ class Calibrated:
         """What determines the captures; their key in the store is its hash."""
         if not self.weighted:
             return self.content
-        transfer = self.ctx.cfg.transfer
         return self.content | {
             "sensitivity_boundaries": self.cfg.sensitivity_boundaries,
             "token_stride": self.cfg.token_stride,
-            "native_head": transfer.native_head,
+            "native_head": self.native_head,
         }
 
     @cached_property
@@ -188,10 +192,10 @@ class Calibrated:
         return self.captures
 
     def _capture(self, folder: Path) -> None:
-        transfer, sensitivity = self.ctx.cfg.transfer, None
+        sensitivity = None
         if self.weighted:
             sensitivity = SensitivityOptions(
-                self.cfg.sensitivity_boundaries, transfer.native_head, self.cfg.token_stride
+                self.cfg.sensitivity_boundaries, self.native_head, self.cfg.token_stride
             )
         capture(
             self.ctx.pair,
@@ -347,19 +351,35 @@ class Calibrated:
         weights: AttentionWeights | None = None,
         kind: str = MOMENTS,
     ) -> Artifact:
+        weigh = None if weights is None else weights.weigh
+        numbering, rule = layout or self.layout, self.outlier_rule
+
         def build(folder: Path) -> None:
-            stream = self._stream(folder / "spill")
-            weigh = None if weights is None else weights.weigh
-            numbering, rule = layout or self.layout, self.outlier_rule
-            outliers = None if rule is None else OutlierRows(rule, self.cfg.outliers.policy, numbering)
-            moments = accumulate_moments(
-                stream, numbering, tables, self.options, weigh, outliers, is_shard=kind == PART
-            )
-            write_moments(moments, folder)
-            if outliers is not None:
-                write_outliers(outliers, folder)
+            for number, block in enumerate(self._blocks(tables)):
+                outliers = None if rule is None else OutlierRows(rule, self.cfg.outliers.policy, numbering)
+                moments = accumulate_moments(
+                    self._stream(folder / "spill"),
+                    numbering,
+                    block,
+                    self.options,
+                    weigh,
+                    outliers,
+                    is_shard=kind == PART,
+                )
+                write_moments(moments, folder, number)
+                if outliers is not None and number == 0:  # every pass finds the same
+                    write_outliers(outliers, folder)
 
         return self.ctx.store.get_or_build(kind, spec, build)
+
+    def _blocks(self, tables: list[TableSpec]) -> list[list[TableSpec]]:
+        """Tables that may grow together, within the budget; one pass for each block."""
+        budget = self.cfg.memory_budget_gib
+        allowed = default_budget() if budget is None else int(budget * 2**30)
+        sizes = [(len(table.features), len(table.targets)) for table in tables]
+        rows = self.cfg.batch_size * self.cfg.sequence_length * row_bytes(self.layout, self.plan.mode, sizes)
+        blocks = table_blocks([table.nbytes for table in tables], allowed - rows)
+        return [[tables[position] for position in block] for block in blocks]
 
     def _stream(self, spill_folder: Path) -> Stream:
         """Batches of captured caches, from the store or straight from the models."""
@@ -415,17 +435,20 @@ class Calibrated:
 
 
 def read_moments(folder: Path) -> PairMoments:
-    """Moments that `write_moments` wrote."""
-    return PairMoments.from_tensors(
-        load_tensors(folder / "moments.safetensors"), read_json(folder / "moments.json")
-    )
+    """Moments that `write_moments` wrote, all blocks of them. Tensors are mapped: the disk backs them."""
+    parts = [
+        PairMoments.from_tensors(load_tensors(path.with_suffix(".safetensors")), read_json(path))
+        for path in sorted(folder.glob("moments.*.json"), key=lambda path: int(path.stem.split(".")[1]))
+    ]
+    tables = [table for part in parts for table in part.tables]
+    return PairMoments(parts[0].layout, tables, parts[0].product_dtype)
 
 
-def write_moments(moments: PairMoments, folder: Path) -> None:
-    """Moments as a tensor file and its settings."""
+def write_moments(moments: PairMoments, folder: Path, block: int = 0) -> None:
+    """Moments, or one block of their tables, as a tensor file and its settings."""
     tensors, settings = moments.to_tensors()
-    save_tensors(folder / "moments.safetensors", tensors)
-    write_json(folder / "moments.json", settings)
+    save_tensors(folder / f"moments.{block}.safetensors", tensors)
+    write_json(folder / f"moments.{block}.json", settings)
 
 
 def read_outliers(folder: Path) -> OutlierRows:

@@ -142,7 +142,7 @@ class Context:
             "estimator": plain(asdict(self.cfg.mapper)),
             "selection": asdict(self.cfg.selection),
             "rope": self.cfg.rope.strategy,
-            "native_head": self.cfg.transfer.native_head,
+            "native_head": self.calibrated.native_head,
             "calibration": {
                 "source": self.tokens.source,
                 "fingerprint": self.tokens.fingerprint,

@@ -13,7 +13,7 @@ from typing import Any
 from kvmap.config import ConfigError
 from kvmap.errors import KvmapError
 from kvmap.fit.features import CacheShape, Layout, geometry_shape
-from kvmap.fit.planner import MomentsPlan, default_budget, moments_plans
+from kvmap.fit.planner import MomentsPlan, best_plan, default_budget, moments_plans
 from kvmap.fit.selection import needs
 from kvmap.mappers.linear import linear_feature_count, linear_weight_count
 from kvmap.metrics import Metric
@@ -155,7 +155,7 @@ def _n_features(ctx: Context) -> int:
 def _n_rows(ctx: Context) -> int:
     """N of the fit split: sequences times the tokens that each contributes."""
     calibration = ctx.cfg.calibration
-    tokens = calibration.sequence_length - ctx.cfg.transfer.native_head
+    tokens = calibration.sequence_length - ctx.calibrated.native_head
     n_held_out = max(1, round(calibration.n_sequences * calibration.held_out_share))
     return (calibration.n_sequences - n_held_out) * -(-tokens // calibration.token_stride)
 
@@ -214,8 +214,8 @@ def _n_weights(ctx: Context) -> int:
 def _moments_facts(ctx: Context) -> dict[tuple[str, str], float]:
     """Bytes that the calibration would hold in each mode, and the mode that fits this machine's budget."""
     plans, budget = _moments_plans(ctx)
-    chosen = next((plan.mode for plan in plans if plan.peak_bytes <= budget), "none fits the budget")
-    ctx.run.note(moments_mode=chosen)
+    chosen = best_plan(plans)
+    ctx.run.note(moments_mode="none fits the budget" if chosen is None else chosen.mode)
     facts: dict[tuple[str, str], float] = {("moments", "budget_bytes"): budget}
     for plan in plans:
         facts[f"moments_{plan.mode}", "size_bytes"] = plan.table_bytes
@@ -228,6 +228,7 @@ def _moments_plans(ctx: Context) -> tuple[list[MomentsPlan], int]:
     """The modes that serve the run's mapper, the richest first, and the bytes allowed."""
     mapper, calibration = ctx.cfg.mapper, ctx.cfg.calibration
     budget = calibration.memory_budget_gib
+    budget_bytes = default_budget() if budget is None else int(budget * 2**30)
     both_kinds = "both_kinds" in (calibration.regressors, mapper.regressors)
     plans = moments_plans(
         Layout(
@@ -241,8 +242,9 @@ def _moments_plans(ctx: Context) -> tuple[list[MomentsPlan], int]:
         batch_tokens=calibration.batch_size * calibration.sequence_length,
         mode=calibration.mode,
         two_passes=needs(ctx.cfg.selection.rule) != "nothing",
+        budget_bytes=budget_bytes,
     )
-    return plans, default_budget() if budget is None else int(budget * 2**30)
+    return plans, budget_bytes
 
 
 def _memory_mistakes(ctx: Context) -> Iterator[str]:
@@ -250,7 +252,7 @@ def _memory_mistakes(ctx: Context) -> Iterator[str]:
     if not set(ctx.cfg.stages) - {"plan", "report"}:
         return
     plans, budget = _moments_plans(ctx)
-    if all(plan.peak_bytes > budget for plan in plans):
+    if best_plan(plans) is None:
         needed = ", ".join(f"{plan.mode} {plan.peak_bytes:,}" for plan in plans)
         yield (
             f"calibration.memory_budget_gib={budget / 2**30:.1f}: the moments would take ({needed}) bytes; "

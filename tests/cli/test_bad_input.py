@@ -111,7 +111,7 @@ def test_a_full_disk_is_named_and_leaves_no_artifact(
 
 
 @pytest.mark.parametrize(
-    ("kind", "file"), [("moments", "moments.safetensors"), ("mapper", "mapper.safetensors")]
+    ("kind", "file"), [("moments", "moments.0.safetensors"), ("mapper", "mapper.safetensors")]
 )
 @pytest.mark.parametrize("damage", ["altered", "truncated"])
 def test_a_damaged_artifact_is_set_aside_and_made_again(

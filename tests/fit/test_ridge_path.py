@@ -99,6 +99,16 @@ def test_eigen_and_cholesky_agree_where_scales_differ_by_thousands() -> None:
     assert_path_equals_rows(rows, None, "cholesky", rtol=1e-9)
 
 
+@pytest.mark.parametrize("tile", [1, 4, 5])
+@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+@pytest.mark.parametrize("ratio", [None, np.where(RATIO == 30, np.inf, RATIO)])
+def test_symmetric_products_formed_in_tiles_are_whole(
+    method: str, tile: int, ratio: np.ndarray | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmap.fit.ridge_path._TILE", tile)
+    assert_path_equals_rows(Rows(), ratio, method, rtol=1e-10)
+
+
 def test_one_pass_serves_heads_of_all_outputs_or_of_one_each() -> None:
     rows = Rows()
     path = ridge_path(rows.moments[0], LAMBDAS, method="eigen")

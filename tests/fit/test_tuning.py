@@ -228,7 +228,7 @@ def test_layers_of_other_head_counts_and_widths(support: str) -> None:
 def test_an_infinite_ratio_is_head_local_support() -> None:
     moments, banded = problem("banded")
     _, local = problem("head_local")
-    lambdas = (1e-2, 3.0)
+    lambdas = (0.0, 1e-2, 3.0)
     with_bands = tune(moments, banded.base, banded.ranked, Grid((2,), lambdas, cross=(INF,)))
     without = tune(moments, local.base, local.ranked, Grid((2,), lambdas))
     for ridge_lambda in lambdas:
@@ -269,16 +269,21 @@ def test_of_equal_points_the_fewest_layers_and_the_largest_penalty_win() -> None
 
 
 def test_the_table_says_how_many_heads_chose_each_point() -> None:
-    moments, oracle = problem("head_local")
-    grid = GRIDS["head_local"]
+    moments, oracle = problem("banded")
+    grid = GRIDS["banded"]
     tuned = tune(moments, oracle.base, oracle.ranked, grid, "head")
     rows = tuned.rows()
-    assert [(row["top_k"], row["ridge_lambda"]) for row in rows] == [
-        (k, ridge_lambda) for k in (1, 2, 3) for ridge_lambda in (1e3, 3.0, 1e-2)
+    assert [(row["top_k"], row["cross_ratio"], row["ridge_lambda"]) for row in rows] == [
+        (k, cross, ridge_lambda)
+        for k in (1, 2)
+        for cross in (1.0, 40.0, "inf")
+        for ridge_lambda in (3.0, 1e-2)
     ]
     assert sum(row["n_heads"] for row in rows) == len(oracle.heads)
     for row in rows:
-        choice = Choice(row["top_k"], row["ridge_lambda"], row["cross_ratio"], row["native_ratio"])
+        choice = Choice(
+            row["top_k"], row["ridge_lambda"], float(row["cross_ratio"]), float(row["native_ratio"])
+        )
         assert row["held_out_r2"] == tuned.r2[choice]
         assert row["n_heads"] == sum(chosen == choice for chosen in tuned.choices.values())
 
