@@ -277,7 +277,7 @@ def _grids(cfg: Config) -> Iterator[str]:
 def _calibration(cfg: Config) -> Iterator[str]:
     """Sharding, captures and outliers."""
     calibration = cfg.calibration
-    if calibration.keep_captures not in ("auto", True, False):
+    if calibration.keep_captures != "auto" and not isinstance(calibration.keep_captures, bool):
         yield f"calibration.keep_captures={calibration.keep_captures}: expected auto, true or false"
     rows = cfg.mapper.kind == "mlp" or cfg.mapper.row_weights != "none"
     if calibration.keep_captures is False and rows and set(cfg.stages) - {"plan", "calibrate", "report"}:
@@ -286,7 +286,7 @@ def _calibration(cfg: Config) -> Iterator[str]:
             "which only captured caches hold; set it to auto"
         )
     outliers = calibration.outliers
-    if not outliers.threshold > 0:
+    if not 0 < outliers.threshold < math.inf:
         yield f"calibration.outliers.threshold={outliers.threshold}: expected a number above 0"
     if not 0 < outliers.share <= 1:
         yield f"calibration.outliers.share={outliers.share}: expected a share of layers above 0, at most 1"
@@ -304,6 +304,11 @@ def _shards(cfg: Config) -> Iterator[str]:
                 f"calibration.shard={shard}: a part of the moments can be calibrated and nothing else; set "
                 f"stages=[calibrate], then add the parts with stages=[merge,...] calibration.n_shards=n"
             )
+    if {"calibrate", "merge"} <= set(cfg.stages):
+        yield (
+            f"stages={list(cfg.stages)}: calibrate reads the whole text, and merge adds what shards have "
+            "read of it; name one of them"
+        )
     if ("merge" in cfg.stages) != (n_shards is not None):
         yield (
             f"calibration.n_shards={n_shards}: the stage merge adds the parts of so many shards; name both "

@@ -47,15 +47,17 @@ def conditioning_rows(moments: PairMoments, recipe: Recipe, penalties: Penalties
 
 
 def conditioning_metrics(rows: Iterable[dict[str, Any]], arm: str = "mapped") -> dict[str, Metric]:
-    """Worst condition number, median degrees of freedom and rows for each of them, by kind."""
+    """Worst condition number and median degrees of freedom, by kind; n counts the systems."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_kind.setdefault(row["kind"], []).append(row)
     metrics = {}
     for kind, found in by_kind.items():
-        place = f"diagnose/{kind}/{arm}"
+        place = f"diagnose/conditioning/{arm}"
         n = len(found)
         freedom = median(row["degrees_of_freedom"] for row in found)
-        metrics[f"{place}/worst_condition_number"] = Metric(max(r["condition_number"] for r in found), n=n)
-        metrics[f"{place}/median_degrees_of_freedom"] = Metric(freedom, n=n)
+        metrics[f"{place}/worst_condition_number_{kind}"] = Metric(
+            max(r["condition_number"] for r in found), n=n
+        )
+        metrics[f"{place}/median_degrees_of_freedom_{kind}"] = Metric(freedom, n=n)
     return metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -147,20 +147,29 @@ def fitted_linear(ctx: Context) -> tuple[LinearWeights, dict[str, list[Row]]]:
     return fit_linear(moments, recipe, _penalty(ctx), dtype=dtype, allow_few_rows=allow), tables
 
 
-def penalties_of(ctx: Context) -> Penalties:
-    """The penalties that the run's linear map was fitted with, by head where they were tuned."""
+def fitted_systems(ctx: Context, recipe: Recipe) -> Iterator[tuple[Recipe, Penalties]]:
+    """What the run's linear map was solved as: a recipe and its heads' penalties, for each k that was chosen.
+
+    Args:
+        ctx: of the run.
+        recipe: of the whole map, which reads the largest k of each layer.
+    """
     rows = ctx.mapper_tables.get("tuning_heads")
     if rows is None:
-        return _penalty(ctx)
-    return {
-        (row["kind"], row["layer"], row["head"]): Penalty(
-            row["ridge_lambda"],
-            _number(row["lambda_cross"]),
-            _number(row["lambda_native"]),
-            ctx.cfg.mapper.penalty,
-        )
-        for row in rows
-    }
+        yield recipe, _penalty(ctx)
+        return
+    for top_k in sorted({row["top_k"] for row in rows}):
+        penalties = {
+            (row["kind"], row["layer"], row["head"]): Penalty(
+                row["ridge_lambda"],
+                _number(row["lambda_cross"]),
+                _number(row["lambda_native"]),
+                ctx.cfg.mapper.penalty,
+            )
+            for row in rows
+            if row["top_k"] == top_k
+        }
+        yield recipe_for(ctx.calibrated.base_recipe(), ctx.calibrated.ranked, top_k), penalties
 
 
 def _is_tuned(ctx: Context) -> bool:
@@ -275,7 +284,7 @@ def _mlp(ctx: Context) -> Built:
             kind,
             layer,
             calibrated.options,
-            calibrated.outlier_rule,
+            calibrated.counting_rule,
         )
         if linear is None or not residual:
             return rows
@@ -313,7 +322,9 @@ def _mlp_settings(ctx: Context, *, start_at_zero: bool) -> MLPSettings:
 
 def _random(ctx: Context) -> Built:
     """Noise of the scale of the fitted mapper, which is the run's own where that is linear."""
-    fitted = ctx.mapper.linear_weights() if isinstance(ctx.mapper, LinearMapper) else fitted_linear(ctx)[0]
+    # of a run whose own mapper is the random one there is no other to imitate
+    own = None if ctx.cfg.mapper.kind == "random" else ctx.mapper
+    fitted = own.linear_weights() if isinstance(own, LinearMapper) else fitted_linear(ctx)[0]
     return Built(RandomMapper.from_fitted(fitted, ctx.moments, ctx.cfg.mapper.seed))
 
 

@@ -166,7 +166,7 @@ class Calibrated:
         """The captured caches: made if they are to be kept, used if a run has kept them."""
         keep = self.cfg.keep_captures
         rows = self.ctx.cfg.mapper.kind == "mlp" or self.weighted
-        if keep is True or (keep == "auto" and rows):
+        if self.cfg.shard is None and (keep is True or (keep == "auto" and rows)):
             return Captures.open(self.captures_artifact.path)
         try:
             return Captures.open(self.ctx.store.load(CAPTURES, self.captures_spec).path)
@@ -239,6 +239,12 @@ class Calibrated:
         """What became of outlier tokens in the main moments; None where all rows are kept."""
         return None if self.outlier_rule is None else read_outliers(self.moments_artifact.path)
 
+    @property
+    def counting_rule(self) -> OutlierRule | None:
+        """What flags tokens that are no rows of the moments; None where all are, also by a fall back."""
+        rows = self.outlier_rows()
+        return None if rows is None or rows.applied == "keep" else self.outlier_rule
+
     # moments
 
     @cached_property
@@ -294,7 +300,7 @@ class Calibrated:
     def attention_weights(self, recipe: Recipe) -> AttentionWeights:
         """Row weights of one recipe's heads, from the captures."""
         captures = self.kept_captures()
-        return AttentionWeights(captures, recipe, self.splits, self.options, self.outlier_rule)
+        return AttentionWeights(captures, recipe, self.splits, self.options, self.counting_rule)
 
     def build_part(self) -> Artifact:
         """This shard's part of the moments.

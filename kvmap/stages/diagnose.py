@@ -8,7 +8,7 @@ from kvmap.diagnostics.attention_output import attention_output_metrics, attenti
 from kvmap.diagnostics.conditioning import conditioning_metrics, conditioning_rows
 from kvmap.diagnostics.first_token import first_token_metrics, first_token_rows
 from kvmap.diagnostics.reconstruction import probe_rows, r2_metrics, r2_rows, r2_rows_from_caches
-from kvmap.stages.build import penalties_of
+from kvmap.stages.build import fitted_systems
 from kvmap.stages.context import Context
 
 
@@ -41,7 +41,11 @@ def run(ctx: Context) -> None:
         ctx.run.log(attention_output_metrics(cosines))
     recipe = getattr(ctx.mapper, "recipe", None)
     if ctx.cfg.diagnostics.conditioning and recipe is not None and ctx.cfg.mapper.kind == "linear":
-        systems = conditioning_rows(ctx.moments, recipe, penalties_of(ctx))
+        systems = [
+            row
+            for part, penalties in fitted_systems(ctx, recipe)
+            for row in conditioning_rows(ctx.moments, part, penalties)
+        ]
         ctx.run.table("conditioning", systems)
         ctx.run.log(conditioning_metrics(systems))
 
@@ -54,7 +58,7 @@ def _r2(ctx: Context) -> list[dict[str, Any]]:
     calibrated = ctx.calibrated
     wanted = {split: calibrated.splits[split] for split in splits}
     batches = calibrated.kept_captures().stream(wanted)
-    return r2_rows_from_caches(ctx.mapper, batches, ctx.moments, calibrated.options, calibrated.outlier_rule)
+    return r2_rows_from_caches(ctx.mapper, batches, ctx.moments, calibrated.options, calibrated.counting_rule)
 
 
 def _probes(ctx: Context) -> None:

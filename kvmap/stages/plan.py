@@ -255,6 +255,6 @@ def _memory_mistakes(ctx: Context) -> Iterator[str]:
     if best_plan(plans) is None:
         needed = ", ".join(f"{plan.mode} {plan.peak_bytes:,}" for plan in plans)
         yield (
-            f"calibration.memory_budget_gib={budget / 2**30:.1f}: the moments would take ({needed}) bytes; "
+            f"calibration.memory_budget_gib={budget / 2**30:.4g}: the moments would take ({needed}) bytes; "
             f"raise it, lower mapper.top_k or calibration.batch_size, or take mapper=head_local"
         )

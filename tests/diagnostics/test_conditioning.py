@@ -188,12 +188,12 @@ def test_the_metrics_are_the_worst_condition_and_the_median_freedom() -> None:
     ]
     metrics = conditioning_metrics(rows)
     assert {name: (metric.value, metric.n) for name, metric in metrics.items()} == {
-        "diagnose/key/mapped/worst_condition_number": (1000.0, 3),
-        "diagnose/key/mapped/median_degrees_of_freedom": (4.5, 3),
-        "diagnose/value/mapped/worst_condition_number": (math.inf, 1),
-        "diagnose/value/mapped/median_degrees_of_freedom": (2.0, 1),
+        "diagnose/conditioning/mapped/worst_condition_number_key": (1000.0, 3),
+        "diagnose/conditioning/mapped/median_degrees_of_freedom_key": (4.5, 3),
+        "diagnose/conditioning/mapped/worst_condition_number_value": (math.inf, 1),
+        "diagnose/conditioning/mapped/median_degrees_of_freedom_value": (2.0, 1),
     }
     assert set(conditioning_metrics(rows[:1], "other")) == {
-        "diagnose/key/other/worst_condition_number",
-        "diagnose/key/other/median_degrees_of_freedom",
+        "diagnose/conditioning/other/worst_condition_number_key",
+        "diagnose/conditioning/other/median_degrees_of_freedom_key",
     }

@@ -116,7 +116,7 @@ def test_the_linear_part_is_the_linear_mapper(run: Runner, form: str, linear: se
 def test_a_network_that_learns_nothing_leaves_the_r2_of_ridge(
     run: Runner, monkeypatch: pytest.MonkeyPatch, outliers: str
 ) -> None:
-    """R² by mapping captured caches is R² from moments, of the same rows; and on these a network is trained."""
+    """R² by mapping captured caches is R² from moments, of the rows that the network is trained on."""
     policy = f"calibration.outliers.policy={outliers} calibration.outliers.threshold=2"
     stages = f"stages=[calibrate,fit,diagnose] mapper.top_k=1 {policy} calibration.outliers.share=0.2"
     ridge = run(f"{stages} mapper=linear")
