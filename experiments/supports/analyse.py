@@ -122,7 +122,7 @@ def draw(table: pd.DataFrame) -> None:
     axes[0].set_yticks(list(rows.values()), [LABELS.get(m, m.replace("_", "-")) for m in rows])
     axes[0].set_xlabel("accuracy retained (95 % interval)")
     axes[1].set_xlabel("KL from native, nats a token (95 % interval)")
-    axes[1].legend(frameon=False, fontsize=8)
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
     for axis in axes:
         axis.grid(axis="x", color="0.9")
     figure.savefig(HERE / "figure.png", dpi=200)
