@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+import sys
+
 from kvmap.artifacts import Artifact
 from kvmap.files import read_json
 from kvmap.fit.pair_moments import SPLITS
@@ -19,6 +22,12 @@ def run(ctx: Context) -> None:
         ctx.run.note(artifacts={"captures": calibrated.captures.folder.name})
 
 
+def peak_bytes() -> int:
+    """The most memory that this process has held so far, models included, bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
 def log_moments(ctx: Context, artifact: Artifact, name: str) -> None:
     """Rows of each split, mode and bytes."""
     tables = [table for path in artifact.path.glob("moments.*.json") for table in read_json(path)["tables"]]
@@ -27,6 +36,7 @@ def log_moments(ctx: Context, artifact: Artifact, name: str) -> None:
     metrics["calibrate/moments/all/reused"] = Metric(float(not artifact.built))
     metrics["calibrate/moments/all/size_bytes"] = Metric(ctx.calibrated.plan.table_bytes)
     metrics["calibrate/moments/all/planned_peak_bytes"] = Metric(ctx.calibrated.plan.peak_bytes)
+    metrics["calibrate/process/all/peak_bytes"] = Metric(peak_bytes())
     metrics["calibrate/moments/all/n_passes"] = Metric(ctx.calibrated.plan.n_passes)
     ctx.run.log(metrics)
     ctx.run.note(artifacts={name: artifact.path.name}, moments_mode=ctx.calibrated.plan.mode)
