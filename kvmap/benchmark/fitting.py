@@ -131,7 +131,7 @@ def _sweep_tables(captures: Captures, asked: argparse.Namespace) -> dict[str, li
 @contextmanager
 def _threads_of_numpy(threads: int) -> Iterator[None]:
     """As many threads for scikit-learn's linear algebra as torch has."""
-    try:
+    try:  # it comes with scikit-learn, and without types
         from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
     except ImportError:  # it comes with scikit-learn, and nothing else here needs it
         yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from statistics import fmean
 from typing import Any, TypeAlias
 
@@ -105,8 +104,7 @@ def _native(target: KVCache, mapper: Mapper) -> KVCache | None:
     count = mapper.native_layers
     if count == 0:
         return None
-    first = replace(target, keys=target.keys[:count], values=target.values[:count])
-    return first.to(device=mapper.device)
+    return target.first_layers(count).to(device=mapper.device)
 
 
 def _sums(found: Tensor, true: Tensor, weights: Tensor) -> Tensor:

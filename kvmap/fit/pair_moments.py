@@ -24,7 +24,6 @@ from kvmap.fit.moments import PRODUCT_DTYPES, Moments, MomentsError, moments_byt
 from kvmap.models.cache import KVCache
 
 SPLITS = ("fit", "held_out")
-MODES = ("full", "head_local", "probes", "selected")
 
 RowWeights = Mapping[tuple[str, int], Tensor]
 """By kind and target layer, (batch, H_t, tokens) row weights."""
