@@ -201,6 +201,10 @@ FITTING_MISTAKES = {
         "mapper.compression.method=fp8",
         "store an mlp in another dtype (mapper.dtype=bfloat16)",
     ),
+    "mapper.mlp.support=banded": ("mapper.mlp.support=banded", "expected one of null, full_head"),
+    "mapper.mlp.regressors=values": ("mapper.mlp.regressors=values", "expected one of null, own_kind"),
+    "mapper.mlp.top_k=0": ("mapper.mlp.top_k=0", "expected 1 or more source layers"),
+    "mapper.mlp.top_k=5 mapper.top_k=2": ("mapper.mlp.top_k=5", "only mapper.top_k=2 source layers"),
     "mapper.mlp.hidden=[]": ("mapper.mlp.hidden=[]", "one or more widths of at least 1"),
     "mapper.mlp.hidden=[8,0]": ("mapper.mlp.hidden=[8, 0]", "one or more widths of at least 1"),
     "mapper.mlp.learning_rate=0": ("mapper.mlp.learning_rate=0.0", "a finite number above 0"),
@@ -302,8 +306,8 @@ def test_names_in_the_schema_are_those_of_the_code() -> None:
     from kvmap.evaluation import arms
     from kvmap.fit import (
         features,
-        mlp,
         moments,
+        networks,
         outliers,
         pair_moments,
         planner,
@@ -323,7 +327,7 @@ def test_names_in_the_schema_are_those_of_the_code() -> None:
     assert schema.SUPPORTS == features.SUPPORTS
     assert schema.REGRESSORS == features.REGRESSORS
     assert schema.PENALTIES == ridge.CONVENTIONS
-    assert tuple(mlp.FORMS) == schema.MLP_FORMS
+    assert tuple(networks.FORMS) == schema.MLP_FORMS
     assert ("none", *build.METHODS) == schema.COMPRESSIONS
     assert tuple(build.METHODS.values()) == compressed.METHODS
     assert schema.TUNING_SCOPES == tuning.SCOPES

@@ -77,6 +77,9 @@ class MLPConfig:
     """The networks of `mapper.kind=mlp`."""
 
     form: str = "full"
+    support: str | None = None
+    regressors: str | None = None
+    top_k: int | None = None
     hidden: list[int] = field(default_factory=lambda: [1024, 1024])
     epochs: int = 20
     batch_size: int = 4096
@@ -249,6 +252,7 @@ class EvaluationConfig:
     stop: list[str] = field(default_factory=list)
     bootstrap_samples: int = 1000
     sequential: bool = False
+    reuse_answers: bool = True
     seed: int = 0
 
 

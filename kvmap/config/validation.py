@@ -80,6 +80,8 @@ def _choices(cfg: Config) -> Iterator[str]:
         "mapper.row_weights": (cfg.mapper.row_weights, ROW_WEIGHTS),
         "mapper.tuning.per": (cfg.mapper.tuning.per, TUNING_SCOPES),
         "mapper.mlp.form": (cfg.mapper.mlp.form, MLP_FORMS),
+        "mapper.mlp.support": (cfg.mapper.mlp.support or "null", ("null", *SUPPORTS[:2])),
+        "mapper.mlp.regressors": (cfg.mapper.mlp.regressors or "null", ("null", *REGRESSORS)),
         "mapper.mlp.compute_dtype": (
             cfg.mapper.mlp.compute_dtype or "null",
             ("null", "bfloat16", "float32", "float64"),
@@ -253,10 +255,25 @@ def _mapper(cfg: Config) -> Iterator[str]:
         )
     if any(width < 1 for width in mapper.mlp.hidden) or not mapper.mlp.hidden:
         yield f"mapper.mlp.hidden={list(mapper.mlp.hidden)}: expected one or more widths of at least 1"
+    yield from _network_top_k(cfg)
     if not 0 < mapper.mlp.learning_rate < math.inf:
         yield f"mapper.mlp.learning_rate={mapper.mlp.learning_rate}: expected a finite number above 0"
     if tuning.top_k is not None and (not tuning.top_k or any(k < 1 for k in tuning.top_k)):
         yield f"mapper.tuning.top_k={list(tuning.top_k)}: expected numbers of layers, 1 or more, or null"
+
+
+def _network_top_k(cfg: Config) -> Iterator[str]:
+    """The networks read of the layers that were ranked, which are as many as the linear map may read."""
+    own, ranked = cfg.mapper.mlp.top_k, cfg.mapper.top_k
+    if own is None:
+        return
+    if own < 1:
+        yield f"mapper.mlp.top_k={own}: expected 1 or more source layers, or null (as mapper.top_k)"
+    elif _is_integer(ranked) and own > ranked:
+        yield (
+            f"mapper.mlp.top_k={own}: only mapper.top_k={ranked} source layers are ranked for each; "
+            f"expected at most that, or raise mapper.top_k"
+        )
 
 
 def _grids(cfg: Config) -> Iterator[str]:

@@ -10,37 +10,26 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvmap.errors import KvmapError, UnknownName
 from kvmap.files import ArtifactCorrupt, ArtifactMissing, load_metadata, load_tensors, save_tensors
 from kvmap.fit.features import KINDS, Recipe
+from kvmap.fit.network_rows import LayerRows, MLPError, StandardisedRows, squared_error
+from kvmap.fit.networks import HeadNetworks, MLPWeights, evaluate
 from kvmap.progress import track
-
-FORMS: dict[str, dict[str, tuple[str, ...]]] = {
-    "full": {"key": ("mlp",), "value": ("mlp",)},
-    "values_only": {"key": ("linear",), "value": ("mlp",)},
-    "residual": {"key": ("linear", "mlp"), "value": ("linear", "mlp")},
-    "residual_values": {"key": ("linear",), "value": ("linear", "mlp")},
-}
-"""By form and kind of cache, the parts whose outputs are added up."""
 
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 _FILE_FORMAT = "kvmap-mlp-layer-1"
 
 _logger = logging.getLogger(__name__)
-
-
-class MLPError(KvmapError):
-    """Settings or rows that networks cannot be trained with."""
 
 
 class TrainingDiverged(MLPError):
@@ -105,209 +94,6 @@ class MLPSettings:
         ]
         if wrong:
             raise MLPError("settings of the MLP: " + "; ".join(wrong))
-
-
-class LayerRows(Protocol):
-    """The rows of one target layer and kind, read a batch at a time; they need not be in memory."""
-
-    def n_rows(self, split: str) -> int:
-        """Rows of "fit" or "held_out"; 0 where there are none."""
-
-    def features(self, split: str, index: Tensor) -> Tensor:
-        """Features of the rows in `index`, (n,) int64 on the CPU: (1 or H_t, n, p) float32, any device."""
-
-    def targets(self, split: str, index: Tensor) -> Tensor:
-        """What is to be met there: (H_t, n, d_t) float32, any device."""
-
-
-class TensorRows:
-    """`LayerRows` of tensors in memory."""
-
-    def __init__(self, features: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-        """Args: by split, (1 or H_t, N, p) and (H_t, N, d_t); a split may be missing.
-
-        Raises:
-            MLPError: features and targets of different rows.
-        """
-        got = [{split: t.shape[1] for split, t in tensors.items()} for tensors in (features, targets)]
-        if got[0] != got[1]:
-            raise MLPError(f"features have rows {got[0]}, targets {got[1]}: expected the same, by split")
-        self._features, self._targets = dict(features), dict(targets)
-
-    def n_rows(self, split: str) -> int:
-        """See `LayerRows`."""
-        return self._targets[split].shape[1] if split in self._targets else 0
-
-    def features(self, split: str, index: Tensor) -> Tensor:
-        """See `LayerRows`."""
-        rows = self._features[split]
-        return rows.index_select(1, index.to(rows.device))
-
-    def targets(self, split: str, index: Tensor) -> Tensor:
-        """See `LayerRows`."""
-        rows = self._targets[split]
-        return rows.index_select(1, index.to(rows.device))
-
-
-class ResidualRows:
-    """`LayerRows` whose targets are what a linear map missed: `y − (xW + b)`.
-
-    A network trained on them belongs on top of that map: its output is `xW + b + mlp(x)`.
-    """
-
-    def __init__(
-        self, rows: LayerRows, weight: Tensor, bias: Tensor, inputs: LayerRows | None = None
-    ) -> None:
-        """What is missed, and by what.
-
-        Args:
-            rows: the features that the network reads, and the whole targets.
-            weight: (H_t, p, d_t) of the linear map; bias: (H_t, d_t).
-            inputs: the same rows with the features that the linear map reads; None: those of `rows`.
-        """
-        self._rows, self._inputs = rows, inputs or rows
-        self._map = HeadNetworks((weight,), (bias,))
-
-    def n_rows(self, split: str) -> int:
-        """See `LayerRows`."""
-        return self._rows.n_rows(split)
-
-    def features(self, split: str, index: Tensor) -> Tensor:
-        """See `LayerRows`."""
-        return self._rows.features(split, index)
-
-    def targets(self, split: str, index: Tensor) -> Tensor:
-        """See `LayerRows`."""
-        targets, inputs = self._rows.targets(split, index), self._inputs.features(split, index)
-        if self._map.weights[0].device != inputs.device:
-            self._map = self._map.to(inputs.device)
-        return targets - evaluate(self._map, inputs).to(targets.device)
-
-
-@dataclass(frozen=True, eq=False)
-class HeadNetworks:
-    """The networks of all heads of one target layer and kind. A linear map is one without hidden layers.
-
-    Attributes:
-        weights: (H_t, in, out) of each layer of the networks, the first with in = p, the last with out = d_t.
-        biases: (H_t, out) of each, at least float32.
-        input_bias: (1 or H_t, p), added to the features before anything else (minus their mean, where they
-            were standardised): a large mean is gone before a narrow dtype can round it. None: nothing.
-    """
-
-    weights: tuple[Tensor, ...]
-    biases: tuple[Tensor, ...]
-    input_bias: Tensor | None = None
-
-    def to(self, device: torch.device | str) -> HeadNetworks:
-        """The same networks elsewhere."""
-        shift = None if self.input_bias is None else self.input_bias.to(device)
-        return HeadNetworks(
-            tuple(weight.to(device) for weight in self.weights),
-            tuple(bias.to(device) for bias in self.biases),
-            shift,
-        )
-
-    def tensors(self) -> dict[str, Tensor]:
-        """`{i}.weight`, `{i}.bias` of each layer of the networks, and `input_bias` where there is one."""
-        named = {f"{i}.weight": weight for i, weight in enumerate(self.weights)}
-        named |= {f"{i}.bias": bias for i, bias in enumerate(self.biases)}
-        return named if self.input_bias is None else {**named, "input_bias": self.input_bias}
-
-    @classmethod
-    def from_tensors(cls, named: Mapping[str, Tensor], depth: int) -> HeadNetworks:
-        """Inverse of `tensors`, for networks of `depth` weight matrices."""
-        return cls(
-            tuple(named[f"{i}.weight"] for i in range(depth)),
-            tuple(named[f"{i}.bias"] for i in range(depth)),
-            named.get("input_bias"),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class MLPWeights:
-    """Trained networks, layer by layer.
-
-    Attributes:
-        recipe: what each of them reads.
-        networks: by kind that was trained, one for each target layer; None for a native layer.
-        history: one row for each kind, layer, head and epoch, epoch 0 before training: `fit_mse` over the
-            epoch's batches as they were met, `held_out_mse` after it (None where there are no such rows),
-            both over a head's channels in the targets' units squared, and whether that epoch was `kept`.
-    """
-
-    recipe: Recipe
-    networks: dict[str, tuple[HeadNetworks | None, ...]]
-    history: tuple[dict[str, Any], ...] = ()
-
-
-def form_parts(form: str, kind: str) -> tuple[str, ...]:
-    """What a form adds up for one kind of cache: "linear", "mlp" or both.
-
-    Raises:
-        UnknownName: with the forms there are.
-    """
-    if form not in FORMS:
-        raise UnknownName("form of the MLP", form, FORMS)
-    return FORMS[form][kind]
-
-
-def trained_kinds(form: str) -> tuple[str, ...]:
-    """The kinds of cache for which a form has networks."""
-    return tuple(kind for kind in KINDS if "mlp" in form_parts(form, kind))
-
-
-def evaluate(networks: HeadNetworks, features: Tensor) -> Tensor:
-    """`h ← relu(h W_i + b_i)`, without the ReLU after the last, for each head.
-
-    Products run in the weights' dtype; biases are added, and the ReLU taken, in theirs.
-
-    Args:
-        networks: of H_t heads.
-        features: (H_t, n, p), or (1, n, p) where all heads read the same, which is not copied for each.
-
-    Returns:
-        (H_t, n, d_t) in the biases' dtype.
-    """
-    hidden = features
-    if networks.input_bias is not None:
-        hidden = hidden + networks.input_bias.unsqueeze(1)
-    last = len(networks.weights) - 1
-    for i, (weight, bias) in enumerate(zip(networks.weights, networks.biases, strict=True)):
-        hidden = _products(hidden.to(weight.dtype), weight).to(bias.dtype).add_(bias.unsqueeze(1))
-        if i < last:
-            hidden = hidden.relu_()
-    return hidden
-
-
-def squared_error(
-    predict: Callable[[Tensor], Tensor],
-    rows: LayerRows,
-    split: str,
-    batch_size: int,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """`Σ (y − f(x))²` over a split, (H_t, d_t), with float64 sums.
-
-    `R² = 1 − ΣSSE/ΣSST`; of `ResidualRows` it is the error of linear map and network together.
-
-    Args:
-        predict: features (1 or H_t, n, p) to outputs (H_t, n, d_t).
-        rows: their features and targets are moved to `device`.
-        split: "fit" or "held_out".
-        batch_size: rows at a time.
-
-    Raises:
-        MLPError: a split without rows.
-    """
-    if rows.n_rows(split) == 0:
-        raise MLPError(f"the {split} split has no rows to sum errors over: calibrate on more sequences")
-    parts = []
-    with torch.no_grad():
-        for index in torch.arange(rows.n_rows(split)).split(batch_size):
-            x, y = rows.features(split, index).to(device), rows.targets(split, index).to(device)
-            parts.append((predict(x) - y).double().square().sum(1))
-    return torch.stack(parts).sum(0)
 
 
 def generator_of(seed: int, kind: str, layer: int, purpose: str) -> torch.Generator:
@@ -435,54 +221,6 @@ def train_layer(
     return networks, list(_history(kind, layer, epochs, keeper.kept.tolist()))
 
 
-class StandardisedRows:
-    """`LayerRows` at unit scale: `x' = (x − μ_x)/σ_x` for each feature, `y' = (y − μ_y)/s` for each head.
-
-    Means and deviations are those of the fit rows, summed in float64 about the first batch's mean. s² is the
-    mean variance of a head's channels, one number, so that an MSE of y' is that of y over s². Features and
-    heads that never vary by more than float32 rounding are not scaled.
-
-    Attributes:
-        target_scale: s, (H_t, 1, 1).
-    """
-
-    def __init__(self, rows: LayerRows, batch_size: int, device: torch.device | str) -> None:
-        """Args: the rows to standardise, how many to read at a time, and where."""
-        self._rows, self._device = rows, device
-        self._mean_x, variance = _mean_and_variance(rows.n_rows("fit"), rows.features, batch_size, device)
-        self._scale_x = _deviation(variance, self._mean_x)
-        self._mean_y, variance = _mean_and_variance(rows.n_rows("fit"), rows.targets, batch_size, device)
-        magnitude = self._mean_y.square().mean(2, keepdim=True).sqrt()
-        self.target_scale = _deviation(variance.mean(2, keepdim=True), magnitude)
-
-    def n_rows(self, split: str) -> int:
-        """See `LayerRows`."""
-        return self._rows.n_rows(split)
-
-    def features(self, split: str, index: Tensor) -> Tensor:
-        """See `LayerRows`; on the device."""
-        x = self._rows.features(split, index).to(self._device)
-        return (x - self._mean_x.to(x.dtype)) / self._scale_x.to(x.dtype)
-
-    def targets(self, split: str, index: Tensor) -> Tensor:
-        """See `LayerRows`; on the device."""
-        y = self._rows.targets(split, index).to(self._device)
-        return (y - self._mean_y.to(y.dtype)) / self.target_scale.to(y.dtype)
-
-    def folded(self, networks: HeadNetworks) -> HeadNetworks:
-        """Networks of raw features and outputs that do what these do of standardised ones.
-
-        `(x − μ_x)/σ_x · W = (x − μ_x)(W/σ_x)` at the first layer, `s(hW + b) + μ_y` at the last.
-        """
-        weights, biases = list(networks.weights), list(networks.biases)
-        dtype = biases[0].dtype
-        weights[0] = (weights[0].double() / self._scale_x.transpose(1, 2)).to(dtype)
-        weights[-1] = (weights[-1].double() * self.target_scale).to(dtype)
-        shifted = biases[-1].double() * self.target_scale.squeeze(1) + self._mean_y.squeeze(1)
-        biases[-1] = shifted.to(dtype)
-        return HeadNetworks(tuple(weights), tuple(biases), -self._mean_x.squeeze(1).to(dtype))
-
-
 class _Trainee:
     """The networks in training: their weights, Adam's state, and the rows they are trained on."""
 
@@ -598,46 +336,6 @@ def _detached(networks: HeadNetworks) -> HeadNetworks:
         tuple(weight.detach().clone() for weight in networks.weights),
         tuple(bias.detach().clone() for bias in networks.biases),
     )
-
-
-def _products(x: Tensor, weight: Tensor) -> Tensor:
-    """`x W` of each head: (H or 1, n, in), (H, in, out) → (H, n, out)."""
-    if x.shape[0] == weight.shape[0]:
-        return torch.bmm(x, weight)
-    # one product for all heads: a batched one may copy x for each (bfloat16 on the CPU does)
-    joined = x[0] @ weight.transpose(0, 1).flatten(1)
-    return joined.unflatten(1, weight.shape[::2]).transpose(0, 1)
-
-
-def _mean_and_variance(
-    n_rows: int,
-    read: Callable[[str, Tensor], Tensor],
-    batch_size: int,
-    device: torch.device | str,
-) -> tuple[Tensor, Tensor]:
-    """Mean and variance over the fit rows, (heads, 1, channels) float64.
-
-    Sums are taken about the first batch's mean: about zero, a large mean would swallow a small variance.
-    """
-    origin: Tensor | None = None
-    for index in torch.arange(n_rows).split(batch_size):
-        batch = read("fit", index).to(device).double()
-        if origin is None:
-            origin = batch.mean(1, keepdim=True)
-            total, squares = torch.zeros_like(origin), torch.zeros_like(origin)
-        batch = batch - origin
-        total += batch.sum(1, keepdim=True)
-        squares += batch.square().sum(1, keepdim=True)
-    assert origin is not None  # train_layer refuses a fit split without rows
-    shift = total / n_rows
-    return origin + shift, (squares / n_rows - shift.square()).clamp(min=0)
-
-
-def _deviation(variance: Tensor, magnitude: Tensor) -> Tensor:
-    """Standard deviation; 1 where it is no more than float32 rounding of the values."""
-    deviation = variance.sqrt()
-    rounding = torch.finfo(torch.float32).eps * magnitude.abs()
-    return torch.where(deviation > rounding, deviation, torch.ones_like(deviation))
 
 
 def _check_rows(rows: LayerRows, settings: MLPSettings, what: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvmap.fit.calibrate import CalibrationOptions
 from kvmap.fit.captures import Captures
 from kvmap.fit.features import Recipe
-from kvmap.fit.mlp import TensorRows
+from kvmap.fit.network_rows import TensorRows
 from kvmap.fit.outliers import OutlierRule
 from kvmap.fit.pair_moments import calibration_rows
 from kvmap.fit.view import cache_view

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvmap.fit.features import KINDS, Recipe
 from kvmap.fit.linear import LinearWeights
-from kvmap.fit.mlp import HeadNetworks, MLPWeights, evaluate, form_parts
+from kvmap.fit.networks import HeadNetworks, MLPWeights, evaluate, form_parts
 from kvmap.mappers.base import Mapper, MapperMismatch, register
 
 ROWS_AT_ONCE = 8192
@@ -24,7 +24,7 @@ class MLPMapper(Mapper):
     Products run in the weights' dtype; biases, ReLU and the sum of the parts in float32.
 
     Attributes:
-        form: see `kvmap.fit.mlp.FORMS`.
+        form: see `kvmap.fit.networks.FORMS`.
         recipes: what each part ("linear", "mlp") reads; they may differ.
     """
 
@@ -67,7 +67,7 @@ class MLPMapper(Mapper):
             form: see `MLPMapper`.
             mlp: see `kvmap.fit.mlp.train_mlp`.
             linear: for a residual form the very map on top of which the networks were trained
-                (`kvmap.fit.mlp.ResidualRows`).
+                (`kvmap.fit.network_rows.residual_rows`).
         """
         return cls(form, {"mlp": mlp} if linear is None else {"mlp": mlp, "linear": linear_networks(linear)})
 
@@ -208,6 +208,6 @@ def _checked(weights: MLPWeights, part: str, kind: str, layer: int) -> HeadNetwo
         )
     if not recipe.shared:
         return networks
-    # (p, H_t, out) in memory: one product for all heads, see `kvmap.fit.mlp.evaluate`
+    # (p, H_t, out) in memory: one product for all heads, see `kvmap.fit.networks.evaluate`
     packed = networks.weights[0].transpose(0, 1).contiguous().transpose(0, 1)
     return HeadNetworks((packed, *networks.weights[1:]), networks.biases, networks.input_bias)

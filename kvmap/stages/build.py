@@ -6,7 +6,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from kvmap.diagnostics.compression import CompressionGate, compression_rows
 from kvmap.errors import KvmapError
 from kvmap.fit.features import Recipe
 from kvmap.fit.linear import LinearWeights, Penalties, Penalty, fit_linear
-from kvmap.fit.mlp import LayerRows, MLPSettings, ResidualRows, train_mlp, trained_kinds
+from kvmap.fit.mlp import MLPSettings, train_mlp
+from kvmap.fit.network_rows import TensorRows, residual_rows
+from kvmap.fit.networks import trained_kinds
 from kvmap.fit.pair_moments import PairMoments
 from kvmap.fit.rows import layer_rows
 from kvmap.fit.tuning import Grid, Tuned, fit_tuned, recipe_for, tune
@@ -266,29 +268,23 @@ def _mlp(ctx: Context) -> Built:
     mapper, calibrated = ctx.cfg.mapper, ctx.calibrated
     captures, form = calibrated.kept_captures(), mapper.mlp.form
     linear, tables = (None, {}) if form == "full" and not _is_tuned(ctx) else fitted_linear(ctx)
-    recipe = (
-        recipe_for(calibrated.base_recipe(), calibrated.ranked, calibrated.largest_k)
-        if linear is None
-        else linear.recipe
-    )
+    recipe = _network_recipe(ctx, linear)
     residual = form in ("residual", "residual_values")
     settings = _mlp_settings(ctx, start_at_zero=residual)
     identity = content_key("mlp_rows", ctx.calibrated.rows_spec | {"mapper": content_settings(ctx)})
     folder = ctx.store.root / "mlp_layers" / identity
 
-    def rows_of(kind: str, layer: int) -> LayerRows:
-        rows = layer_rows(
-            captures,
-            recipe,
-            calibrated.splits,
-            kind,
-            layer,
-            calibrated.options,
-            calibrated.counting_rule,
-        )
+    def read(read_recipe: Recipe, kind: str, layer: int) -> TensorRows:
+        options, rule = calibrated.options, calibrated.counting_rule
+        return layer_rows(captures, read_recipe, calibrated.splits, kind, layer, options, rule)
+
+    def rows_of(kind: str, layer: int) -> TensorRows:
+        rows = read(recipe, kind, layer)
         if linear is None or not residual:
             return rows
-        return ResidualRows(rows, linear.weight[kind][layer].float(), linear.bias[kind][layer].float())
+        inputs = rows if linear.recipe == recipe else read(linear.recipe, kind, layer)
+        weight, bias = linear.weight[kind][layer].float(), linear.bias[kind][layer].float()
+        return residual_rows(rows, weight, bias, inputs)
 
     trained = train_mlp(
         rows_of,
@@ -302,6 +298,18 @@ def _mlp(ctx: Context) -> Built:
     built = MLPMapper.from_weights(form, trained, linear).to(dtype=getattr(torch, mapper.dtype))
     shutil.rmtree(folder, ignore_errors=True)
     return Built(built, tables | {"mlp_history": list(trained.history)})
+
+
+def _network_recipe(ctx: Context, linear: LinearWeights | None) -> Recipe:
+    """What the networks read: what the linear part reads, but for what `mapper.mlp` says otherwise."""
+    calibrated, mlp = ctx.calibrated, ctx.cfg.mapper.mlp
+    base = calibrated.base_recipe()
+    own = replace(base, support=mlp.support or base.support, regressors=mlp.regressors or base.regressors)
+    if mlp.top_k is not None:
+        return recipe_for(own, calibrated.ranked, mlp.top_k)
+    if linear is None:
+        return recipe_for(own, calibrated.ranked, calibrated.largest_k)
+    return replace(own, selection=linear.recipe.selection)
 
 
 def _mlp_settings(ctx: Context, *, start_at_zero: bool) -> MLPSettings:

@@ -199,7 +199,7 @@ def _n_weights(ctx: Context) -> int:
     linear = linear_weight_count(source, target, _top_k(ctx), *settings)
     if mapper.kind != "mlp":
         return linear
-    widths = [_n_features(ctx), *mapper.mlp.hidden]
+    widths = [_n_network_features(ctx), *mapper.mlp.hidden]
     inner = sum(a * b for a, b in pairwise(widths))
     networks = sum(heads * (inner + widths[-1] * dim) for heads, dim in target[mapper.native_layers :])
     by_form = {
@@ -209,6 +209,19 @@ def _n_weights(ctx: Context) -> int:
         "residual_values": linear + networks,
     }
     return by_form[mapper.mlp.form]
+
+
+def _n_network_features(ctx: Context) -> int:
+    """The networks' p, where `mapper.mlp` has them read other features than the linear part."""
+    mapper, mlp = ctx.cfg.mapper, ctx.cfg.mapper.mlp
+    return linear_feature_count(
+        _shape(ctx, "source"),
+        _shape(ctx, "target"),
+        mlp.top_k or _top_k(ctx),
+        mlp.support or mapper.support,
+        mlp.regressors or mapper.regressors,
+        mapper.native_layers,
+    )
 
 
 def _moments_facts(ctx: Context) -> dict[tuple[str, str], float]:

@@ -16,23 +16,22 @@ from kvmap.errors import UnknownName
 from kvmap.files import load_metadata
 from kvmap.fit.features import Recipe, both
 from kvmap.fit.mlp import (
-    HeadNetworks,
-    LayerRows,
-    MLPError,
     MLPSettings,
-    ResidualRows,
-    StandardisedRows,
-    TensorRows,
     TrainingDiverged,
-    evaluate,
-    form_parts,
     generator_of,
     initial_networks,
-    squared_error,
     train_layer,
     train_mlp,
-    trained_kinds,
 )
+from kvmap.fit.network_rows import (
+    LayerRows,
+    MLPError,
+    StandardisedRows,
+    TensorRows,
+    residual_rows,
+    squared_error,
+)
+from kvmap.fit.networks import HeadNetworks, evaluate, form_parts, trained_kinds
 
 SMALL = MLPSettings(hidden=(7, 5), epochs=4, batch_size=16, learning_rate=1e-2, seed=3)
 N_HEADS, P, D = 3, 6, 4
@@ -297,7 +296,7 @@ def test_the_residual_form_trains_on_what_the_linear_map_missed(shared: bool) ->
             for split in ("fit", "held_out")
         },
     )
-    residual = ResidualRows(rows, weight, bias)
+    residual = residual_rows(rows, weight, bias)
     (got, history), (expected, _) = (train_layer(one, SMALL, "key", 1) for one in (residual, reduced))
     for mine, theirs in zip(got.weights, expected.weights, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)  # see assert_same_as_plain_loop
@@ -311,7 +310,7 @@ def test_the_linear_part_may_read_other_features_than_the_network() -> None:
     rows, wide = made_up_rows(shared=True), made_up_rows(shared=False)
     weight, bias = torch.ones(N_HEADS, P, D).double(), torch.ones(N_HEADS, D).double()
     index = torch.tensor([4, 0, 9])
-    got = ResidualRows(rows, weight, bias, inputs=wide).targets("fit", index)
+    got = residual_rows(rows, weight, bias, inputs=wide).targets("fit", index)
     expected = rows.targets("fit", index) - wide.features("fit", index).sum(-1, keepdim=True) - 1
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 

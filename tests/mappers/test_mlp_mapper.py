@@ -12,7 +12,9 @@ from torch import Tensor
 from kvmap.errors import UnknownName
 from kvmap.fit.features import CacheShape, Recipe
 from kvmap.fit.linear import LinearWeights
-from kvmap.fit.mlp import FORMS, HeadNetworks, MLPSettings, MLPWeights, ResidualRows, TensorRows, train_mlp
+from kvmap.fit.mlp import MLPSettings, train_mlp
+from kvmap.fit.network_rows import TensorRows, residual_rows
+from kvmap.fit.networks import FORMS, HeadNetworks, MLPWeights
 from kvmap.mappers import mlp as mlp_module
 from kvmap.mappers.base import MapperMismatch, get_mapper
 from kvmap.mappers.mlp import MLPMapper
@@ -316,12 +318,12 @@ def test_trained_networks_on_top_of_a_linear_map_come_closer_than_it_alone() -> 
     linear = random_linear(recipe, torch.float32)
     truth: dict[tuple[str, int], Tensor] = {}
 
-    def rows_for(kind: str, layer: int) -> ResidualRows:
+    def rows_for(kind: str, layer: int) -> TensorRows:
         x = recipe.gather(kind, layer, source.keys, source.values).float()
         weight, bias = linear.weight[kind][layer], linear.bias[kind][layer]
         y = x @ weight + bias.unsqueeze(1) + x[..., :1].abs()
         truth[kind, layer] = y
-        return ResidualRows(TensorRows({"fit": x}, {"fit": y}), weight, bias)
+        return residual_rows(TensorRows({"fit": x}, {"fit": y}), weight, bias)
 
     settings = MLPSettings(hidden=(16,), epochs=20, batch_size=32, learning_rate=2e-2, standardise=True)
     mlp = train_mlp(rows_for, recipe, settings)

@@ -112,6 +112,33 @@ def test_the_linear_part_is_the_linear_mapper(run: Runner, form: str, linear: se
             assert torch.equal(found[f"{stem}.bias"], weights.bias[kind][layer])
 
 
+def test_networks_may_read_other_features_than_ridge(run: Runner) -> None:
+    own = "mapper.mlp.support=head_local mapper.mlp.regressors=both_kinds mapper.mlp.top_k=1"
+    untrained = "mapper.mlp.epochs=1 mapper.mlp.hidden=[8] mapper.mlp.learning_rate=1e-20"
+    stages = "stages=[plan,calibrate,fit,diagnose] mapper.top_k=2"
+    ridge = run(f"{stages} mapper=linear")
+    built = run(f"{stages} mapper=residual {untrained} {own}")
+    linear, network = (built.mapper.recipes[part] for part in ("linear", "mlp"))
+    assert (linear.support, linear.regressors) == ("full_head", "own_kind")
+    assert (network.support, network.regressors) == ("head_local", "both_kinds")
+    for kind in ("key", "value"):
+        for layer, (read, among) in enumerate(
+            zip(network.selection[kind], linear.selection[kind], strict=True)
+        ):
+            assert len(read) == 1
+            assert set(read) < set(among)
+            assert (
+                built.mapper.tensors()[f"mlp.{kind}.{layer}.0.weight"].shape[1]
+                == 2 * network.source_shape[0][1]
+            )
+    weights = sum(tensor.numel() for name, tensor in built.mapper.tensors().items() if "weight" in name)
+    planned = {(row["part"], row["quantity"]): float(row["value"]) for row in built.table("plan")}
+    assert planned["mapper", "n_weights"] == weights
+    for mine, theirs in zip(built.table("r2"), ridge.table("r2"), strict=True):
+        # sums of float32 products on one side, of moments on the other
+        assert float(mine["r2"]) == pytest.approx(float(theirs["r2"]), abs=1e-4)
+
+
 @pytest.mark.parametrize("outliers", ["keep", "drop"])
 def test_a_network_that_learns_nothing_leaves_the_r2_of_ridge(
     run: Runner, monkeypatch: pytest.MonkeyPatch, outliers: str
