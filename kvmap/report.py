@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvmap import figures
 from kvmap.errors import KvmapError
-from kvmap.figures import arm_order, count_span, number
+from kvmap.figures import run as figures
+from kvmap.figures.style import ARMS, arm_order, count_span, number
 from kvmap.files import read_json, replacing, write_csv
 from kvmap.tracking import FIGURE_DPI, read_metrics
 
@@ -55,6 +55,9 @@ def _fraction(value: float) -> str:
 MEASURES = (
     Measure("accuracy", "accuracy", _fraction),
     Measure("generated_accuracy", "generated", _fraction),
+    Measure("f1", "F1", _fraction),
+    Measure("drift_points", "drift, points", _three_digits),
+    Measure("drift_slope_points_per_turn", "drift a turn, points", _three_digits),
     Measure("perplexity", "perplexity", _three_digits),
     Measure("context_carried", "carried", _fraction),
     Measure("kl_nats", "KL, nats", _fraction),
@@ -65,6 +68,11 @@ RATIOS = (
     Measure("floor_retention", "floor retention", _fraction),
     Measure("gain_recovered", "gain recovered", _fraction),
     Measure("mcnemar_p", "McNemar p", _three_digits),
+)
+LEADS = (
+    Measure("accuracy_minus_source", "accuracy", _fraction),
+    Measure("mcnemar_source_p", "McNemar p", _three_digits),
+    Measure("nll_minus_source_nats", "NLL, nats a token", _fraction),
 )
 
 
@@ -95,7 +103,7 @@ def read_arms(directory: Path) -> list[Row]:
         return rows
     for key, metric in read_metrics(directory).items():
         parts = key.split("/")
-        if len(parts) == 4 and parts[0] == "evaluate" and parts[2] in figures.ARMS:
+        if len(parts) == 4 and parts[0] == "evaluate" and parts[2] in ARMS:
             facts = {"value": metric.value, "n": metric.n, "standard_error": metric.standard_error}
             rows.append({"task": parts[1], "arm": parts[2], "metric": parts[3], **facts})
     return rows
@@ -114,20 +122,29 @@ def print_summary(directory: Path, console: Console | None = None) -> None:
     tables = [
         None if arms else _plan_table(read_table(directory, "plan")),
         *_measures_tables(arms, console.width),
-        _ratios_table(arms),
+        _against_table("Against the native target [95 % interval]", arms, RATIOS),
+        _against_table("Difference to the source alone [95 % interval]", arms, LEADS),
         _r2_table(read_table(directory, "r2"), read_table(directory, "first_token")),
         _latency_table(read_table(directory, "latency")),
     ]
     for table in tables:
         if table is not None:
             console.print(table)
-    for line in dict.fromkeys([*_map_lines(directory), *(_missing(row) for row in arms)]):
+    for line in dict.fromkeys([*_map_lines(directory), *_reuse_lines(run), *(_missing(row) for row in arms)]):
         if line:
             console.print(line, markup=False, highlight=False)
     stages = ", ".join(f"{name} {_seconds(entry['seconds'])}" for name, entry in run["stages"].items())
     console.print(f"{run['study']}: {run['status']}{f' after {stages}' if stages else ''}", highlight=False)
     if run.get("error"):
         console.print(f"error: {run['error']}", style="bold red", markup=False, highlight=False)
+
+
+def _reuse_lines(run: Row) -> Iterator[str]:
+    """Of which answers the run had to ask nothing, part by part."""
+    for part, by_arm in run.get("facts", {}).get("n_reused", {}).items():
+        reused = ", ".join(f"{arm} {n}".replace("_", " ") for arm, n in by_arm.items() if n)
+        if reused:
+            yield f"{part.replace('_', ' ')}: answers kept from before: {reused}"
 
 
 def _missing(row: Mapping[str, Any]) -> str | None:
@@ -225,23 +242,22 @@ def _with_error(row: Mapping[str, Any] | None, write: Callable[[float], str]) ->
     return f"{write(value)} ±{write(error).removeprefix('0')}" if math.isfinite(error) else write(value)
 
 
-def _ratios_table(rows: Sequence[Row]) -> Table | None:
-    """Retention and its kin with 95 % intervals: the mapped arm by task, every arm on average."""
-    wanted = {ratio.metric for ratio in RATIOS}
+def _against_table(title: str, rows: Sequence[Row], measures: Sequence[Measure]) -> Table | None:
+    """Measures that hold one arm against another, with intervals: mapped by task, every arm on average."""
+    wanted = {measure.metric for measure in measures}
     shown = [row for row in rows if row["metric"] in wanted]
     if any(row["task"] == AVERAGE for row in shown):
         shown = [row for row in shown if row["task"] == AVERAGE or row["arm"] == "mapped"]
-    ratios = [ratio for ratio in RATIOS if any(row["metric"] == ratio.metric for row in shown)]
-    if not ratios:
+    present = [measure for measure in measures if any(row["metric"] == measure.metric for row in shown)]
+    if not present:
         return None
-    title = "Against the native target [95 % interval]"
-    table = _new_table(title, ["task", "arm", *(ratio.title for ratio in ratios)], n_left=2)
+    table = _new_table(title, ["task", "arm", *(measure.title for measure in present)], n_left=2)
     for task in dict.fromkeys(row["task"] for row in shown):
         if task == AVERAGE:
             table.add_section()
         for arm in arm_order(row["arm"] for row in shown if row["task"] == task):
             found = {row["metric"]: row for row in shown if row["task"] == task and row["arm"] == arm}
-            cells = [_with_interval(found.get(ratio.metric), ratio.write) for ratio in ratios]
+            cells = [_with_interval(found.get(measure.metric), measure.write) for measure in present]
             table.add_row(str(task), str(arm).replace("_", " "), *cells)
     return table
 

@@ -33,6 +33,7 @@ REQUIRED = {
     "pair=custom": ["pair.source.id=a", "pair.target.id=b"],
     "calibration=jsonl": ["calibration.data.path=a.jsonl"],
     "evaluation=jsonl": ["evaluation.perplexity.data.path=a.jsonl"],
+    "evaluation=local": ["evaluation.jsonl.folder=."],
     "experiment=first_transfer": ["calibration.data.path=a.jsonl", "evaluation.perplexity.data.path=a.jsonl"],
 }
 

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "provenance": {""},
     "wandb_mirror": {"metrics"},
     "tracking": BASE | {"provenance", "wandb_mirror"},
-    "figures": set(),
+    "figures": {"figures"},
     "report": BASE | {"figures", "tracking"},
     "config": BASE,
     "zoo": BASE | {"zoo"},
@@ -48,9 +48,11 @@ MAY_IMPORT = {
     "transfer": TRANSFER,
     "diagnostics": TRANSFER | {"diagnostics"},
     "evaluation": TRANSFER | {"evaluation"},
+    "harness": TRANSFER | {"evaluation", "harness"},
     "benchmark": TRANSFER | {"benchmark"},
     "stages": TRANSFER
-    | {"stages", "config", "artifacts", "tracking", "report", "diagnostics", "evaluation", "benchmark"},
+    | {"stages", "config", "artifacts", "tracking", "report", "figures"}
+    | {"diagnostics", "evaluation", "harness", "benchmark"},
     "run": {"config", "errors", "stages", "report", "tracking"},
 }
 

@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from kvmap import figures, report
+from kvmap import report
 from kvmap.errors import KvmapError
+from kvmap.figures import run as figures
 from kvmap.tracking import Metric, Run
 
 ACCURACY = {"no_context": 0.14, "mapped": 0.52, "target": 0.73, "source": 0.45, "random": 0.12}
@@ -30,6 +31,9 @@ def arms_rows() -> list[dict[str, Any]]:
         rows.append({"task": "world", "arm": arm, "metric": "perplexity", "value": value, "n": 4096})
     kept = {"metric": "retention", "value": 0.712, "low": 0.61, "high": 0.815, "n": 120}
     rows.append({"task": "lookup", "arm": "mapped", **kept})
+    lead = {"metric": "accuracy_minus_source", "value": 0.07, "low": -0.031, "high": 0.172, "n": 120}
+    rows.append({"task": "lookup", "arm": "mapped", **lead})
+    rows.append({"task": "lookup", "arm": "mapped", "metric": "mcnemar_source_p", "value": 0.185, "n": 120})
     return rows
 
 
@@ -95,6 +99,20 @@ class TestSummary:
 
     def test_says_why_an_arm_has_no_number(self, run_directory: Path) -> None:
         assert "raw: unavailable: shapes [2, 16] and [4, 16] differ" in printed(run_directory)
+
+    def test_holds_arms_against_the_source_alone(self, run_directory: Path) -> None:
+        text = printed(run_directory)
+        assert "Difference to the source alone" in text
+        assert "0.070 [-0.031, 0.172]" in text
+        assert "0.185" in text
+
+    def test_says_which_answers_were_kept_from_before(self, tmp_path: Path) -> None:
+        with Run(tmp_path, "tiny", {}, "none") as run:
+            run.note(n_reused={"questions": {"target": 40, "no_context": 40, "mapped": 0}})
+            run.note(n_reused={"prefix_perplexity": {"target": 0}})
+        text = printed(tmp_path)
+        assert "questions: answers kept from before: target 40, no context 40" in text
+        assert "prefix perplexity" not in text
 
     def test_arms_stand_in_their_fixed_order(self, run_directory: Path) -> None:
         text = printed(run_directory)

@@ -25,7 +25,11 @@ TEXT_KINDS = ("world", "jsonl", "text", "hf")
 PACKINGS = ("document", "packed")
 ARMS = ("target", "source", "mapped", "bias_only", "raw", "random", "no_context")
 REQUIRED_ARMS = ("target", "mapped", "no_context")
+RECOMPUTE_RULES = ("attention", "map_error", "random")
 WORLD_KINDS = ("where", "colour", "holder", "two_hop", "moved", "count")
+NEEDLE_KINDS = ("where", "colour", "holder")
+CONVERSATION_MODES = ("every_turn", "at_turn")
+FEEDS = ("generated", "gold")
 TRACKING_BACKENDS = ("wandb", "wandb_online", "none")
 
 
@@ -196,6 +200,9 @@ class TransferConfig:
 
     hold_back: int = 1
     native_head: int = 1
+    recompute_share: float = 0.0
+    recompute_rule: str = "attention"
+    recompute_seed: int = 0
 
 
 @dataclass
@@ -221,6 +228,7 @@ class WorldItemsConfig:
 class JsonlItemsConfig:
     """Multiple-choice items from `{context, choices, answer}` files; `paths: []` asks none."""
 
+    folder: str | None = None
     paths: list[str] = field(default_factory=list)
     limit: int | None = None
     seed: int = 0
@@ -238,6 +246,82 @@ class PerplexityConfig:
 
 
 @dataclass
+class LongContextConfig:
+    """Beyond the calibration length: recall by length and depth, perplexity by length, and growth.
+
+    `n_needles: 0` asks for no recall; `n_sequences: 0` for neither perplexity nor growth,
+    `continuation_tokens: 0` and `growth_tokens: 0` for not that one.
+    """
+
+    multiples: list[float] = field(default_factory=lambda: [1.0, 2.0, 4.0, 8.0])
+    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    n_needles: int = 0
+    kinds: list[str] = field(default_factory=lambda: list(NEEDLE_KINDS))
+    data: TextConfig = field(default_factory=TextConfig)
+    packing: str = "packed"
+    n_sequences: int = 0
+    continuation_tokens: int = 64
+    growth_multiple: float = 1.0
+    growth_tokens: int = 256
+    growth_windows: int = 8
+    seed: int = 0
+
+
+@dataclass
+class ConversationConfig:
+    """Questions about one story in turn; `limit: 0` holds none, `path: null` takes the shipped world's."""
+
+    path: str | None = None
+    limit: int | None = 0
+    seed: int = 0
+    mode: str = "every_turn"
+    turn: int = 1
+    feed: str = "generated"
+    max_turns: int | None = None
+    max_new_tokens: int = 24
+
+
+@dataclass
+class RelayConfig:
+    """The sequences of `perplexity` handed back and forth; `hops: 0` skips it."""
+
+    hops: int = 0
+    reverse_mapper: str | None = None
+
+
+@dataclass
+class CostConfig:
+    """What handing a context over costs, in FLOPs and in time; `lengths: []` asks nothing."""
+
+    lengths: list[int] = field(default_factory=list)
+    batch_size: int = 1
+    repeats: int = 10
+    warmup: int = 2
+    seed: int = 0
+
+
+@dataclass
+class TaskConfig:
+    """One entry of `evaluation.tasks`; a plain name stands for an entry of that name and nothing else."""
+
+    name: str = "???"
+    label: str | None = None
+    num_fewshot: int | None = None
+    limit: int | None = None
+    metric: str | None = None
+    generation: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ChatConfig:
+    """Whether prompts of `evaluation.tasks` are put as conversations, and how."""
+
+    apply_template: bool = False
+    system_instruction: str | None = None
+    fewshot_as_multiturn: bool = True
+
+
+@dataclass
 class EvaluationConfig:
     """What a transferred cache is judged on, and against what."""
 
@@ -245,6 +329,15 @@ class EvaluationConfig:
     world: WorldItemsConfig = field(default_factory=WorldItemsConfig)
     jsonl: JsonlItemsConfig = field(default_factory=JsonlItemsConfig)
     perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
+    cost: CostConfig = field(default_factory=CostConfig)
+    conversation: ConversationConfig = field(default_factory=ConversationConfig)
+    relay: RelayConfig = field(default_factory=RelayConfig)
+    long_context: LongContextConfig = field(default_factory=LongContextConfig)
+    tasks: list[Any] = field(default_factory=list)  # of names, or of what TaskConfig holds
+    include_path: str | None = None
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    fewshot_seed: int = 1234
+    rolling_context: int = 1
     batch_size: int = 8
     max_tokens: int | None = None
     generate: bool = True

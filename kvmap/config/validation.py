@@ -12,14 +12,18 @@ from typing import Any, get_type_hints
 from kvmap.config.schema import (
     ARMS,
     COMPRESSIONS,
+    CONVERSATION_MODES,
     DIRECTIONS,
     DTYPES,
+    FEEDS,
     MAPPER_KINDS,
     MLP_FORMS,
     MOMENTS_MODES,
+    NEEDLE_KINDS,
     OUTLIER_POLICIES,
     PACKINGS,
     PENALTIES,
+    RECOMPUTE_RULES,
     REGRESSORS,
     REQUIRED_ARMS,
     ROPE_STRATEGIES,
@@ -32,6 +36,7 @@ from kvmap.config.schema import (
     TUNING_SCOPES,
     WORLD_KINDS,
     Config,
+    TaskConfig,
 )
 from kvmap.errors import KvmapError
 
@@ -56,6 +61,12 @@ def validate(cfg: Config) -> list[str]:
         *_mapper(cfg),
         *_calibration(cfg),
         *_texts(cfg),
+        *_hand_back(cfg),
+        *_conversation(cfg),
+        *_relay(cfg),
+        *_long_context(cfg),
+        *_long_context_lists(cfg),
+        *_tasks(cfg),
     ]
 
 
@@ -150,6 +161,8 @@ def _ranges(cfg: Config) -> Iterator[str]:
         "evaluation.perplexity.prefix_tokens": (evaluation.perplexity.prefix_tokens, 1),
         "evaluation.perplexity.continuation_tokens": (evaluation.perplexity.continuation_tokens, 2),
         "evaluation.perplexity.data.skip": (evaluation.perplexity.data.skip, 0),
+        "evaluation.long_context.data.skip": (evaluation.long_context.data.skip, 0),
+        "evaluation.rolling_context": (evaluation.rolling_context, 1),
         "evaluation.batch_size": (evaluation.batch_size, 1),
         "evaluation.max_tokens": (evaluation.max_tokens, 2),
         "evaluation.max_new_tokens": (evaluation.max_new_tokens, 1),
@@ -195,6 +208,29 @@ def _nothing_mapped(cfg: Config) -> Iterator[str]:
             )
 
 
+def _hand_back(cfg: Config) -> Iterator[str]:
+    """What the target recomputes of a mapped cache, and where the cost of handing over is measured."""
+    transfer, cost = cfg.transfer, cfg.evaluation.cost
+    if not 0 <= transfer.recompute_share <= 1:
+        yield f"transfer.recompute_share={transfer.recompute_share}: expected a share of tokens, 0 to 1"
+    if transfer.recompute_rule not in RECOMPUTE_RULES:
+        yield _unknown("transfer.recompute_rule", transfer.recompute_rule, RECOMPUTE_RULES)
+    for key, low in (("batch_size", 1), ("repeats", 1), ("warmup", 0)):
+        if getattr(cost, key) < low:
+            yield f"evaluation.cost.{key}={getattr(cost, key)}: expected at least {low}"
+    own = transfer.native_head + transfer.hold_back
+    if cost.lengths and min(cost.lengths) <= own:
+        yield (
+            f"evaluation.cost.lengths={list(cost.lengths)}: nothing would be mapped, since transfer."
+            f"native_head + transfer.hold_back = {own} covers the shortest; expected more than {own}"
+        )
+    if cost.lengths and cfg.evaluation.sequential:
+        yield (
+            f"evaluation.cost.lengths={list(cost.lengths)}: both models are held in memory to be timed, but "
+            f"evaluation.sequential=true; leave the one empty or the other false"
+        )
+
+
 def _names(cfg: Config) -> Iterator[str]:
     world, jsonl = cfg.evaluation.world, cfg.evaluation.jsonl
     yield from (
@@ -203,8 +239,8 @@ def _names(cfg: Config) -> Iterator[str]:
         if kind not in WORLD_KINDS
     )
     for path in jsonl.paths:
-        if not Path(path).expanduser().is_file():
-            yield f"evaluation.jsonl.paths: no file {path}; expected a file of JSON lines"
+        if not Path(path).expanduser().exists():
+            yield f"evaluation.jsonl.paths: no file {path}; expected one of JSON lines, or a folder of them"
     if "benchmark" in cfg.stages and (cfg.calibration.sequential or cfg.evaluation.sequential):
         yield (
             "stages names benchmark, which holds both models in memory, beside calibration.sequential or "
@@ -346,6 +382,8 @@ def _texts(cfg: Config) -> Iterator[str]:
     streams = {"calibration.data": cfg.calibration.data}
     if cfg.evaluation.perplexity.n_sequences:
         streams["evaluation.perplexity.data"] = cfg.evaluation.perplexity.data
+    if cfg.evaluation.long_context.n_sequences:
+        streams["evaluation.long_context.data"] = cfg.evaluation.long_context.data
     for key, text in streams.items():
         if text.kind not in TEXT_KINDS:
             yield _unknown(f"{key}.kind", text.kind, TEXT_KINDS)
@@ -354,11 +392,134 @@ def _texts(cfg: Config) -> Iterator[str]:
         elif text.kind == "hf" and not text.name:
             yield f"{key}.name is not set: {key}.kind=hf reads a dataset; set {key}.name=<dataset id>"
     evaluation = cfg.evaluation
-    asked = (evaluation.world.n_per_kind, evaluation.jsonl.paths, evaluation.perplexity.n_sequences)
-    if "evaluate" in cfg.stages and not any(asked):
+    asked = (
+        evaluation.world.n_per_kind,
+        evaluation.jsonl.paths,
+        evaluation.jsonl.folder is not None,
+        evaluation.perplexity.n_sequences,
+        evaluation.conversation.limit != 0,
+        evaluation.tasks,
+    )
+    long_context_asked = evaluation.long_context.n_needles or evaluation.long_context.n_sequences
+    if "evaluate" in cfg.stages and not any(asked) and not long_context_asked:
         yield (
             "stages names evaluate, but evaluation asks nothing: set evaluation.world.n_per_kind, "
-            "evaluation.jsonl.paths or evaluation.perplexity.n_sequences, or leave the stage out"
+            "evaluation.jsonl.paths, evaluation.tasks or evaluation.perplexity.n_sequences, take "
+            "evaluation=long, or leave the stage out"
+        )
+
+
+def _tasks(cfg: Config) -> Iterator[str]:
+    """The entries of `evaluation.tasks`, and the folders that questions come from."""
+    evaluation, titles = cfg.evaluation, list[str]()
+    for place, entry in enumerate(evaluation.tasks):
+        key = f"evaluation.tasks[{place}]"
+        settings: Any = {"name": entry} if isinstance(entry, str) else entry
+        if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
+            yield f"{key}={entry!r}: expected a task's name, or settings with name=<task>"
+            continue
+        yield from unknown_keys(settings, TaskConfig, f"{key}.")
+        for name, low in (("num_fewshot", 0), ("limit", 1)):
+            value = settings.get(name)
+            if value is not None and not (_is_integer(value) and value >= low):
+                yield f"{key}.{name}={value!r}: expected a whole number of at least {low}, or null"
+        title = str(settings.get("label") or Path(settings["name"]).stem)
+        if not title or "/" in title:
+            yield f"{key}.label={title!r}: expected a name without slashes, under which results are counted"
+        titles.append(title)
+    for title in dict.fromkeys(titles):
+        if titles.count(title) > 1:
+            yield f"evaluation.tasks: {title!r} stands {titles.count(title)} times; give each its own label"
+    if evaluation.include_path is not None and not Path(evaluation.include_path).expanduser().is_dir():
+        yield f"evaluation.include_path={evaluation.include_path}: no such folder; expected one of YAML tasks"
+    folder = evaluation.jsonl.folder
+    if folder == "":
+        yield "evaluation.jsonl.folder is not set: set evaluation.jsonl.folder=<folder of *.jsonl files>"
+    elif folder is not None and not Path(folder).expanduser().is_dir():
+        yield f"evaluation.jsonl.folder={folder}: no such folder; expected one of *.jsonl files"
+
+
+def _long_context_lists(cfg: Config) -> Iterator[str]:
+    """Which lengths, depths and kinds of facts `evaluation.long_context` asks about."""
+    long, key = cfg.evaluation.long_context, "evaluation.long_context"
+    if not long.multiples or not all(0 < multiple < math.inf for multiple in long.multiples):
+        yield f"{key}.multiples={list(long.multiples)}: expected one or more finite numbers above 0"
+    if not long.depths or not all(0 <= depth <= 1 for depth in long.depths):
+        yield f"{key}.depths={list(long.depths)}: expected one or more shares between 0 and 1"
+    for name in ("multiples", "depths", "kinds"):
+        if len(set(getattr(long, name))) < len(getattr(long, name)):
+            yield f"{key}.{name}={list(getattr(long, name))}: a value stands twice; name each once"
+    if not long.kinds:
+        yield f"{key}.kinds=[]: expected at least one of {', '.join(NEEDLE_KINDS)}"
+    for kind in long.kinds:
+        if kind not in NEEDLE_KINDS:
+            yield _unknown(f"{key}.kinds", kind, NEEDLE_KINDS)
+
+
+def _long_context(cfg: Config) -> Iterator[str]:
+    """How much `evaluation.long_context` asks."""
+    long, key = cfg.evaluation.long_context, "evaluation.long_context"
+    for name in ("n_needles", "n_sequences", "growth_tokens"):
+        if getattr(long, name) < 0:
+            yield f"{key}.{name}={getattr(long, name)}: expected 0, which is off, or more"
+    if long.continuation_tokens < 2 and long.continuation_tokens != 0:
+        yield (
+            f"{key}.continuation_tokens={long.continuation_tokens}: expected 0, which is off, or at least 2, "
+            "of which the second is the first that is scored"
+        )
+    if long.packing not in PACKINGS:
+        yield _unknown(f"{key}.packing", long.packing, PACKINGS)
+    if not 0 < long.growth_multiple < math.inf:
+        yield f"{key}.growth_multiple={long.growth_multiple}: expected a finite number above 0"
+    if long.growth_windows < 1 or 0 < long.growth_tokens < long.growth_windows:
+        yield (
+            f"{key}.growth_windows={long.growth_windows}: expected at least 1, and no more than "
+            f"{key}.growth_tokens={long.growth_tokens}"
+        )
+
+
+def _conversation(cfg: Config) -> Iterator[str]:
+    """What `evaluation.conversation` asks for."""
+    talk, key = cfg.evaluation.conversation, "evaluation.conversation"
+    for name, known in (("mode", CONVERSATION_MODES), ("feed", FEEDS)):
+        if getattr(talk, name) not in known:
+            yield _unknown(f"{key}.{name}", getattr(talk, name), known)
+    for name, low in (("limit", 0), ("turn", 1), ("max_turns", 1), ("max_new_tokens", 1)):
+        value = getattr(talk, name)
+        if value is not None and value < low:
+            yield f"{key}.{name}={value}: expected at least {low}"
+    if talk.path is not None and not Path(talk.path).expanduser().is_file():
+        yield f"{key}.path={talk.path}: no such file; expected one of CoQA's, or of JSON lines"
+    if talk.path is not None and talk.limit == 0:
+        yield f"{key}.limit=0: no conversation of {key}.path would be held; give a number, or null for all"
+    if talk.path is None and talk.limit is None:
+        yield f"{key}.limit=null: the shipped world has no last conversation; give a number, or {key}.path"
+    if talk.mode == "at_turn" and talk.max_turns is not None and talk.turn > talk.max_turns:
+        yield f"{key}.turn={talk.turn}: comes after the last turn, {key}.max_turns={talk.max_turns}; lower it"
+    if talk.limit != 0 and cfg.evaluation.sequential and "evaluate" in cfg.stages:
+        yield (
+            f"evaluation.sequential=true: in a conversation ({key}.limit={talk.limit}) the two models take "
+            f"turns, and both are held in memory; set it to false, or {key}.limit=0"
+        )
+
+
+def _relay(cfg: Config) -> Iterator[str]:
+    """What `evaluation.relay` asks for."""
+    relay, key = cfg.evaluation.relay, "evaluation.relay"
+    if relay.hops < 0:
+        yield f"{key}.hops={relay.hops}: expected at least 0, which skips the relay"
+    if relay.reverse_mapper is not None and not Path(relay.reverse_mapper).expanduser().is_dir():
+        yield f"{key}.reverse_mapper={relay.reverse_mapper}: no such folder; expected a mapper's artifact"
+    if relay.hops < 1 or "evaluate" not in cfg.stages:
+        return
+    if not cfg.evaluation.perplexity.n_sequences:
+        yield f"{key}.hops={relay.hops}: relays the sequences of perplexity; set its n_sequences"
+    if cfg.rope.strategy == "no_rerotate":
+        yield f"{key}.hops={relay.hops}: a cache of rope.strategy=no_rerotate cannot be handed on; take strip"
+    if cfg.evaluation.sequential or cfg.calibration.sequential:
+        yield (
+            f"{key}.hops={relay.hops}: the two models take turns, and both are held in memory; set "
+            f"evaluation.sequential and calibration.sequential to false, or {key}.hops=0"
         )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -223,9 +223,7 @@ def _transferred(
         target,
         batch.input_ids,
         batch.attention_mask,
-        hold_back=options.hold_back,
-        native_head=options.native_head,
-        rope=options.rope,
+        **asdict(options),
     )
     if hand_off.n_clamped:
         _logger.warning(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from kvmap.errors import KvmapError
+from kvmap.evaluation.answers import Answers, item_key, lacking
 from kvmap.evaluation.arms import (
     Arms,
     Batch,
@@ -27,55 +27,12 @@ from kvmap.evaluation.arms import (
 )
 from kvmap.evaluation.encoding import EncodedItem, encode_item
 from kvmap.evaluation.items import Item
+from kvmap.evaluation.judging import ItemResult, judge
 from kvmap.evaluation.limits import context_limit
 from kvmap.mappers import Mapper
 from kvmap.models.pair import LoadedModel, ModelPair
 from kvmap.progress import track
 from kvmap.transfer import HandOff, TransferOptions, continue_greedy, score_continuations
-
-
-@dataclass(frozen=True)
-class ItemResult:
-    """One item under one arm.
-
-    Attributes:
-        task: the item's task.
-        id: the item's id; results of different arms and runs are paired by (task, id).
-        arm: which arm.
-        answer: index of the right choice.
-        logliks: per choice, the summed log-likelihood of its tokens, nats.
-        predicted: the likeliest choice; −1 where a log-likelihood is not a number.
-        correct: whether that is the answer.
-        predicted_norm: the likeliest per character, as lm-eval's acc_norm.
-        correct_norm: whether that is the answer.
-        generated: the greedy continuation up to the item's stop; None where none was asked for.
-        generated_correct: whether it starts with the right choice; None where none was asked for.
-        n_context: context tokens read.
-        n_truncated: context tokens cut off on the left, the same for every arm.
-        n_mapped: context tokens that were mapped; 0 where the model read all of them itself, also under an
-            arm with a mapper if `native_head` and `hold_back` cover this context.
-    """
-
-    task: str
-    id: str
-    arm: str
-    answer: int
-    logliks: tuple[float, ...]
-    predicted: int
-    correct: bool
-    predicted_norm: int
-    correct_norm: bool
-    generated: str | None
-    generated_correct: bool | None
-    n_context: int
-    n_truncated: int
-    n_mapped: int = 0
-
-    def row(self) -> dict[str, Any]:
-        """The result as one row of a table; log-likelihoods joined by spaces."""
-        fields = dict(self.__dict__)
-        fields["logliks"] = " ".join(f"{value:.6f}" for value in self.logliks)
-        return fields
 
 
 @dataclass(frozen=True)
@@ -105,6 +62,7 @@ def evaluate_items(
     max_new_tokens: int = 8,
     stop: Sequence[str] = (),
     sequential: bool = False,
+    answers: Mapping[str, Answers] | None = None,
     progress: Progress = track,
     on_batch: Callable[[list[ItemResult]], None] | None = None,
 ) -> list[ItemResult]:
@@ -125,8 +83,11 @@ def evaluate_items(
         max_new_tokens: of a greedy answer.
         stop: where greedy answers end, besides each item's own stops.
         sequential: one model in memory at a time.
+        answers: what is kept of each arm's answers under these very settings: an arm is asked only what it
+            has not answered yet, and what it answers is added before `on_batch` is called. An arm that is
+            not named here is asked everything.
         progress: wraps the loop over batches.
-        on_batch: called with the results of each batch as they are had, so that none is lost.
+        on_batch: called with results as they are had, so that none is lost; first with those kept.
 
     Returns:
         Results by item, then by arm, in the order given.
@@ -146,43 +107,64 @@ def evaluate_items(
     reserve = max_new_tokens if generate else 0
     encoded = [encode_item(tokenizer, item, limit, reserve=reserve) for item in items]
     check_something_maps(usable, (len(item.context_ids) for item in encoded), options)
-    batches = batches_of([item.context_ids for item in encoded], batch_size, pad_id_of(tokenizer))
-    results: dict[tuple[int, str], ItemResult] = {}
+    keys = [question_key(item, ids, generation) for item, ids in zip(items, encoded, strict=True)]
+    books = {arm: (answers or {}).get(arm) or Answers.in_memory() for arm in usable}
+    asked = _open_batches(books, keys, encoded, batch_size, pad_id_of(tokenizer))
+    results = {
+        (index, arm): judge(arm, items[index], encoded[index], *_said(row))
+        for index, key in enumerate(keys)
+        for arm, book in books.items()
+        if (row := book.get(key)) is not None
+    }
+    if on_batch is not None and results:
+        on_batch(list(results.values()))
 
     def keep(model: LoadedModel, batch: Batch, hand_offs: Iterable[tuple[str, HandOff]]) -> None:
         found: list[ItemResult] = []
         for arm, hand_off in hand_offs:
             rows = score_batch(model, arm, hand_off, batch, items, encoded, generation)
+            books[arm].add({keys[index]: _kept(row) for index, row in zip(batch.index, rows, strict=True)})
             results.update({(index, arm): row for index, row in zip(batch.index, rows, strict=True)})
             found += rows
         if on_batch is not None and found:
             on_batch(found)
 
     def source_pass(batch: Batch) -> SourcePart:
-        kv, own = read_source(pair.source, batch, usable, options)
+        wanted = {arm: usable[arm] for arm in asked[batch]}
+        if "source" not in wanted and all(mapper is None for mapper in wanted.values()):
+            return SourcePart(None)
+        kv, own = read_source(pair.source, batch, wanted, options)
         if own is not None:
             keep(pair.source, batch, [("source", own)])
         return SourcePart(kv)
 
     @cache
     def on_target() -> dict[str, Mapper | None]:
-        return placed(usable, pair.target)
+        return placed(open_arms, pair.target)
 
     def target_pass(batch: Batch, part: SourcePart) -> None:
-        hand_offs = target_hand_offs(pair.target, tokenizer, batch, on_target(), part.cache, options)
-        keep(pair.target, batch, hand_offs)
+        wanted = {arm: on_target()[arm] for arm in asked[batch]}
+        keep(pair.target, batch, target_hand_offs(pair.target, tokenizer, batch, wanted, part.cache, options))
 
-    run_passes(
-        pair,
-        batches,
-        usable,
-        source_pass,
-        target_pass,
-        sequential=sequential,
-        progress=progress,
-        description="evaluate items",
-    )
+    open_arms = {arm: mapper for arm, mapper in usable.items() if any(arm in arms for arms in asked.values())}
+    if asked:
+        run_passes(
+            pair,
+            list(asked),
+            open_arms,
+            source_pass,
+            target_pass,
+            sequential=sequential,
+            progress=progress,
+            description="evaluate items",
+        )
     return [results[index, arm] for index in range(len(items)) for arm in usable]
+
+
+def question_key(item: Item, encoded: EncodedItem, generation: Generation | None) -> str:
+    """Hash of all that an arm is given of an item: the ids it reads and scores, and where an answer ends."""
+    stops = None if generation is None else [*item.stop, *generation.stop]
+    return item_key(encoded.context_ids, encoded.choice_ids, stops)
 
 
 def check_distinct(items: Iterable[Item]) -> None:
@@ -218,7 +200,7 @@ def score_batch(
     if generation is not None:
         texts = list(generate_texts(model, hand_off, questions, generation))
     return [
-        _judge(arm, question, item, tuple(scores), text, n_mapped)
+        judge(arm, question, item, tuple(scores), text, n_mapped)
         for question, item, scores, text, n_mapped in zip(
             questions, ids, logliks, texts, hand_off.n_mapped_of_row, strict=True
         )
@@ -279,62 +261,32 @@ def cut_at(text: str, stops: Iterable[str]) -> str:
     return text[: min((end for end in ends if end >= 0), default=len(text))]
 
 
-def starts_with_answer(text: str, choices: Sequence[str], answer: int) -> bool:
-    """Whether a generated text starts with the right choice.
-
-    White space counts as single spaces. The choice must end where a word ends, and where the text starts
-    with several choices (`two`, `two hours`) the longest of them is meant.
-    """
-    said = " ".join(text.split())
-    plain = [" ".join(choice.split()) for choice in choices]
-    begun = [
-        number
-        for number, choice in enumerate(plain)
-        if said.startswith(choice)
-        and not (said[len(choice) : len(choice) + 1].isalnum() and choice[-1:].isalnum())
-    ]
-    return bool(begun) and plain[max(begun, key=lambda number: len(plain[number]))] == plain[answer]
-
-
 def _single_tokens(tokenizer: Any, stops: Iterable[str]) -> set[int]:
     """Ids of the stops that are one token."""
     encoded = (tokenizer(stop, add_special_tokens=False)["input_ids"] for stop in stops)
     return {ids[0] for ids in encoded if len(ids) == 1 and ids[0] != tokenizer.unk_token_id}
 
 
-def _judge(
-    arm: str,
-    item: Item,
-    encoded: EncodedItem,
-    logliks: tuple[float, ...],
-    text: str | None,
-    n_mapped: int = 0,
-) -> ItemResult:
-    predicted = _likeliest(logliks)
-    per_character = [
-        score / max(1, len(choice.strip())) for score, choice in zip(logliks, item.choices, strict=True)
-    ]
-    predicted_norm = _likeliest(per_character)
-    return ItemResult(
-        task=item.task,
-        id=item.id,
-        arm=arm,
-        answer=item.answer,
-        logliks=logliks,
-        predicted=predicted,
-        correct=predicted == item.answer,
-        predicted_norm=predicted_norm,
-        correct_norm=predicted_norm == item.answer,
-        generated=text,
-        generated_correct=None if text is None else starts_with_answer(text, item.choices, item.answer),
-        n_context=len(encoded.context_ids),
-        n_truncated=encoded.n_truncated,
-        n_mapped=n_mapped,
-    )
+def _open_batches(
+    books: Mapping[str, Answers],
+    keys: Sequence[str],
+    encoded: Sequence[EncodedItem],
+    batch_size: int,
+    pad_id: int,
+) -> dict[Batch, tuple[str, ...]]:
+    """Batches of what some arm has not answered, the longest first, each with the arms that have not."""
+    asked: dict[Batch, tuple[str, ...]] = {}
+    for arms, numbers in lacking(books, keys).items():
+        for batch in batches_of([encoded[number].context_ids for number in numbers], batch_size, pad_id):
+            asked[replace(batch, index=tuple(numbers[row] for row in batch.index))] = arms
+    return dict(sorted(asked.items(), key=lambda entry: -entry[0].input_ids.shape[1]))
 
 
-def _likeliest(scores: Sequence[float]) -> int:
-    """Index of the highest score, the first of equals; −1 where one is not a number."""
-    if any(math.isnan(score) for score in scores):
-        return -1
-    return max(range(len(scores)), key=lambda number: scores[number])
+def _kept(result: ItemResult) -> dict[str, Any]:
+    """What an arm said, without what is made of it: the judgement is made anew each time."""
+    return {"logliks": list(result.logliks), "generated": result.generated, "n_mapped": result.n_mapped}
+
+
+def _said(row: Mapping[str, Any]) -> tuple[tuple[float, ...], str | None, int]:
+    """Inverse of `_kept`."""
+    return tuple(row["logliks"]), row["generated"], row["n_mapped"]

@@ -67,17 +67,26 @@ def jsonl_items(path: str | Path, limit: int | None = None, seed: int = 0) -> li
     """Items of a JSON Lines file with {context, choices, answer} on each line; the task is the file's stem.
 
     Args:
-        path: the file.
-        limit: keep so many, drawn by `seed`, in the file's order; None: all.
+        path: the file, or a folder, of which every `*.jsonl` is taken, in the order of their names.
+        limit: keep so many of each file, drawn by `seed`, in the file's order; None: all.
         seed: which subsample. Equal seeds keep equal items, and a smaller limit a subset of a larger one's.
 
     Raises:
-        UnreadableCorpus: no such file, or a line that is malformed; names the file and the line.
+        UnreadableCorpus: no such file, a folder without any, or a line that is malformed; names the file and
+            the line.
     """
     file = Path(path).expanduser()
+    if file.is_dir():
+        files = sorted(file.glob("*.jsonl"))
+        if not files:
+            raise UnreadableCorpus(
+                f"path={str(path)!r}: this folder has no file *.jsonl; expected at least one"
+            )
+        return [item for one in files for item in jsonl_items(one, limit, seed)]
     if not file.is_file():
         raise UnreadableCorpus(
-            f"path={str(path)!r}: expected a JSON Lines file; found none (seen from {Path.cwd()})"
+            f"path={str(path)!r}: expected a JSON Lines file or a folder of them; found none (seen from "
+            f"{Path.cwd()})"
         )
     if limit is not None and limit < 1:
         raise KvmapError(f"limit={limit} for {file}: expected at least 1, or null for all")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvmap.data import TokenBlocks, prompt_prefix
 from kvmap.errors import KvmapError
+from kvmap.evaluation.answers import Answers, item_key, lacking
 from kvmap.evaluation.arms import (
     Arms,
     Batch,
@@ -28,6 +29,7 @@ from kvmap.evaluation.arms import (
     tokenizer_of,
 )
 from kvmap.evaluation.limits import context_limit
+from kvmap.evaluation.sequence_scores import PerplexityResult, SequenceScore, result_of
 from kvmap.mappers import Mapper
 from kvmap.models.cache import KVCache
 from kvmap.models.capture import forward
@@ -43,52 +45,6 @@ Predictions: TypeAlias = dict[str, Tensor]
 `all` (batch, n, vocabulary) log p of every token; float32."""
 
 
-@dataclass(frozen=True)
-class PerplexityResult:
-    """One arm over all sequences; every list has one entry per sequence, in the order of the blocks.
-
-    Attributes:
-        arm: which arm.
-        nll: summed negative log-likelihood of the scored tokens, nats.
-        n_tokens: scored tokens.
-        kl: summed KL(native ‖ arm) of the next-token distributions at the scored positions, nats; nan where
-            it could not be had.
-        agreement: positions whose likeliest token is native's.
-    """
-
-    arm: str
-    nll: tuple[float, ...]
-    n_tokens: tuple[int, ...]
-    kl: tuple[float, ...]
-    agreement: tuple[int, ...]
-
-    @property
-    def nll_sum(self) -> float:
-        """Over all sequences, nats."""
-        return math.fsum(self.nll)
-
-    @property
-    def perplexity(self) -> float:
-        """exp(Σ NLL / Σ tokens); infinite where that overflows."""
-        mean = self.nll_sum / sum(self.n_tokens)
-        return math.exp(mean) if mean < 700 else math.inf if not math.isnan(mean) else math.nan
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per sequence."""
-        columns = zip(self.nll, self.n_tokens, self.kl, self.agreement, strict=True)
-        return [
-            {
-                "arm": self.arm,
-                "sequence": number,
-                "nll_nats": nll,
-                "n_tokens": n,
-                "kl_nats": kl,
-                "agreement": same,
-            }
-            for number, (nll, n, kl, same) in enumerate(columns)
-        ]
-
-
 def evaluate_perplexity(
     pair: ModelPair,
     arms: Arms,
@@ -99,6 +55,7 @@ def evaluate_perplexity(
     batch_size: int = 1,
     sequential: bool = False,
     max_spill_bytes: int = 8 * 2**30,
+    answers: Mapping[str, Answers] | None = None,
     progress: Progress = track,
     on_batch: Callable[[dict[str, PerplexityResult]], None] | None = None,
 ) -> dict[str, PerplexityResult]:
@@ -118,8 +75,11 @@ def evaluate_perplexity(
         batch_size: sequences at a time.
         sequential: one model in memory at a time; what the source predicted lies on disk meanwhile.
         max_spill_bytes: the disk its full distributions may take; where they need more, its KL is nan.
+        answers: what is kept of each arm's scores under these very settings: an arm scores only sequences it
+            has not scored yet, and adds them. The target reads again what it is to be compared with. An arm
+            that is not named here scores everything.
         progress: wraps the loop over batches.
-        on_batch: called with each batch's results as they are had, so that none is lost.
+        on_batch: called with results as they are had, so that none is lost; first with those kept.
 
     Returns:
         By arm, in the order given, the arms that can be run.
@@ -134,11 +94,27 @@ def evaluate_perplexity(
     check_something_maps(usable, [prefix_tokens], options)
     tokenizer = tokenizer_of(pair)
     n_scored = blocks.n_sequences * (blocks.length - prefix_tokens - 1)
-    kept: dict[str, dict[int, _Score]] = {arm: {} for arm in usable}
+    keys = [sequence_key(blocks, number, prefix_tokens) for number in range(blocks.n_sequences)]
+    books = {arm: (answers or {}).get(arm) or Answers.in_memory() for arm in usable}
+    asked = _open_batches(books, keys, blocks, prefix_tokens, batch_size)
+    scored = {
+        arm: {
+            number: SequenceScore(**row)
+            for number, key in enumerate(keys)
+            if (row := book.get(key)) is not None
+        }
+        for arm, book in books.items()
+    }
+
+    def results(found: Mapping[str, Mapping[int, SequenceScore]]) -> dict[str, PerplexityResult]:
+        return {arm: result_of(arm, rows, keys) for arm, rows in found.items() if rows}
 
     def source_pass(batch: Batch) -> SourcePart:
+        wanted = {arm: usable[arm] for arm in asked[batch]}
+        if "source" not in wanted and all(mapper is None for mapper in wanted.values()):
+            return SourcePart(None)
         stream: Iterator[Predictions] = iter(())
-        kv, own = read_source(pair.source, batch, usable, options)
+        kv, own = read_source(pair.source, batch, wanted, options)
         if own is not None:
             keep_all = not sequential or 4 * n_scored * pair.source.geometry.vocab_size <= max_spill_bytes
             stream = predictions(pair.source, own.kv, _continuation(blocks, batch, prefix_tokens), keep_all)
@@ -146,28 +122,46 @@ def evaluate_perplexity(
 
     @cache
     def on_target() -> dict[str, Mapper | None]:
-        return placed(usable, pair.target)
+        return placed(open_arms, pair.target)
 
     def target_pass(batch: Batch, part: SourcePart) -> None:
+        wanted = {arm: on_target()[arm] for arm in usable if arm in asked[batch] or arm == "target"}
         continuation = _continuation(blocks, batch, prefix_tokens)
-        streams = _streams(pair.target, tokenizer, batch, part, on_target(), continuation, options)
+        streams = _streams(pair.target, tokenizer, batch, part, wanted, continuation, options)
         scores = _score(streams, len(batch.index))
-        for arm, rows in scores.items():
-            kept[arm].update(zip(batch.index, rows, strict=True))
+        found = {arm: dict(zip(batch.index, scores[arm], strict=True)) for arm in asked[batch]}
+        for arm, rows in found.items():
+            # Without its KL a score is not whole: the next run, with more room, is to have it.
+            books[arm].add({keys[n]: asdict(row) for n, row in rows.items() if not math.isnan(row.kl)})
+            scored[arm].update(rows)
         if on_batch is not None:
-            on_batch({arm: _result(arm, rows) for arm, rows in scores.items()})
+            on_batch(results(found))
 
-    run_passes(
-        pair,
-        _batches(blocks, prefix_tokens, batch_size),
-        usable,
-        source_pass,
-        target_pass,
-        sequential=sequential,
-        progress=progress,
-        description="evaluate perplexity",
-    )
-    return {arm: _result(arm, [rows[index] for index in sorted(rows)]) for arm, rows in kept.items()}
+    if on_batch is not None and any(scored.values()):
+        on_batch(results(scored))
+    open_arms = {
+        arm: mapper
+        for arm, mapper in usable.items()
+        if arm == "target" or any(arm in arms for arms in asked.values())
+    }
+    if asked:
+        run_passes(
+            pair,
+            list(asked),
+            open_arms,
+            source_pass,
+            target_pass,
+            sequential=sequential,
+            progress=progress,
+            description="evaluate perplexity",
+        )
+    return results(scored)
+
+
+def sequence_key(blocks: TokenBlocks, number: int, prefix_tokens: int) -> str:
+    """Hash of what is asked of one sequence: the ids of its prefix and of its continuation."""
+    ids = blocks.input_ids[number].tolist()
+    return item_key(ids[:prefix_tokens], ids[prefix_tokens:])
 
 
 def predictions(
@@ -209,16 +203,6 @@ def divergence(native: Tensor, other: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
 
-@dataclass
-class _Score:
-    """Sums over the scored tokens of one sequence under one arm."""
-
-    nll: float = 0.0
-    n_tokens: int = 0
-    kl: float = 0.0
-    agreement: int = 0
-
-
 def _check(
     pair: ModelPair,
     arms: Mapping[str, Mapper | None],
@@ -243,13 +227,21 @@ def _check(
         )
 
 
-def _batches(blocks: TokenBlocks, prefix_tokens: int, batch_size: int) -> list[Batch]:
-    batches = []
-    for start in range(0, blocks.n_sequences, batch_size):
-        index = tuple(range(start, min(start + batch_size, blocks.n_sequences)))
-        ids = blocks.input_ids[start : start + batch_size, :prefix_tokens]
-        batches.append(Batch(index, ids, torch.ones_like(ids, dtype=torch.bool)))
-    return batches
+def _open_batches(
+    books: Mapping[str, Answers],
+    keys: Sequence[str],
+    blocks: TokenBlocks,
+    prefix_tokens: int,
+    batch_size: int,
+) -> dict[Batch, tuple[str, ...]]:
+    """Batches of what some arm has not scored, in order, each with the arms that have not."""
+    asked: dict[Batch, tuple[str, ...]] = {}
+    for arms, numbers in lacking(books, keys).items():
+        for start in range(0, len(numbers), batch_size):
+            index = tuple(numbers[start : start + batch_size])
+            ids = blocks.input_ids[list(index), :prefix_tokens]
+            asked[Batch(index, ids, torch.ones_like(ids, dtype=torch.bool))] = arms
+    return asked
 
 
 def _continuation(blocks: TokenBlocks, batch: Batch, prefix_tokens: int) -> Tensor:
@@ -282,9 +274,9 @@ def _streams(
     return {arm: streams[arm] for arm in arms}
 
 
-def _score(streams: Mapping[str, Iterator[Predictions]], n_rows: int) -> dict[str, list[_Score]]:
+def _score(streams: Mapping[str, Iterator[Predictions]], n_rows: int) -> dict[str, list[SequenceScore]]:
     """Adds up what each arm predicted, one chunk of all arms at a time."""
-    scores = {arm: [_Score() for _ in range(n_rows)] for arm in streams}
+    scores = {arm: [SequenceScore() for _ in range(n_rows)] for arm in streams}
     others = {arm: stream for arm, stream in streams.items() if arm != "target"}
     for native in streams["target"]:
         chunks = {"target": native} | {arm: next(stream) for arm, stream in others.items()}
@@ -302,13 +294,3 @@ def _score(streams: Mapping[str, Iterator[Predictions]], n_rows: int) -> dict[st
                 score.kl += float(kl[row])
                 score.agreement += int(same[row])
     return scores
-
-
-def _result(arm: str, rows: list[_Score]) -> PerplexityResult:
-    return PerplexityResult(
-        arm=arm,
-        nll=tuple(row.nll for row in rows),
-        n_tokens=tuple(row.n_tokens for row in rows),
-        kl=tuple(row.kl for row in rows),
-        agreement=tuple(row.agreement for row in rows),
-    )

@@ -75,13 +75,89 @@ def bootstrap_means(columns: Sequence[Values], *, n_resamples: int = N_RESAMPLES
         raise KvmapError("bootstrap of 0 items: expected at least 1")
     if n_resamples < 1:
         raise KvmapError(f"n_resamples={n_resamples}: expected at least 1")
-    random = np.random.default_rng(seed)
+    return _resampled_means(table, n_resamples, np.random.default_rng(seed))
+
+
+def hierarchical_means(
+    tables: Sequence[Floats], runs: NDArray[np.int64], random: np.random.Generator, *, shared: bool
+) -> Floats:
+    """Means over runs and items in every resample of runs, then of items.
+
+    A resample takes as many runs as there are, with replacement, and of each as many items as it has. Runs
+    that share their items are given the same ones: how hard an item is, it is in all of them, so that drawing
+    anew for each run would count one item's luck as many.
+
+    Args:
+        tables: of each run (n_items, c) values in one order of columns, and of items if they are shared.
+        runs: (n_resamples, n_runs) numbers of the runs that each resample takes; given, so that several tasks
+            can take the same.
+        random: draws the items.
+        shared: the runs have the same items.
+
+    Returns:
+        (n_resamples, c) float64, each run counting the same.
+    """
+    n_resamples, n_runs = runs.shape
+    if not shared:
+        means = np.zeros((n_resamples, tables[0].shape[1]))
+        for slot in runs.T:
+            for run in np.unique(slot):
+                rows = np.flatnonzero(slot == run)
+                means[rows] += _resampled_means(tables[run], len(rows), random) / n_runs
+        return means
+    stacked = np.stack(tables)
+    n = stacked.shape[1]
+    taken = np.stack([(runs == run).sum(axis=1) for run in range(len(tables))], axis=1) / n_runs
+    chunk = max(1, CHUNK_ELEMENTS // n)
+    parts = []
+    for start in range(0, n_resamples, chunk):
+        of_runs = taken[start : start + chunk]
+        of_items = random.multinomial(n, np.full(n, 1 / n), size=len(of_runs)) / n
+        parts.append(
+            np.stack(
+                [((of_runs @ column) * of_items).sum(axis=1) for column in np.moveaxis(stacked, 2, 0)], 1
+            )
+        )
+    return np.concatenate(parts)
+
+
+def _resampled_means(table: Floats, n_resamples: int, random: np.random.Generator) -> Floats:
+    """Means of (n, c) values in every resample of the rows, (n_resamples, c)."""
+    n = len(table)
     chunk = max(1, CHUNK_ELEMENTS // n)
     means = []
     for start in range(0, n_resamples, chunk):
         rows = random.integers(0, n, size=(min(chunk, n_resamples - start), n))
         means.append(np.stack([column[rows].mean(axis=1) for column in table.T], axis=1))
     return np.concatenate(means)
+
+
+def difference(value: float, resampled: Floats, *, n: int) -> Estimate:
+    """A difference of paired means with the interval of its resamples; undefined where it is not finite.
+
+    Args:
+        value: on all items.
+        resampled: (n_resamples,) the same on each resample.
+        n: items; below 2 there is no interval.
+    """
+    if not math.isfinite(value):
+        return Estimate(math.nan, n, note="a score that is not finite")
+    if n < 2:
+        return Estimate(value, n)
+    low, high = _ends(resampled)
+    return Estimate(value, n, float(resampled.std(ddof=1)), low, high)
+
+
+def paired_difference(
+    first: Values, second: Values, *, n_resamples: int = N_RESAMPLES, seed: int = 0
+) -> Estimate:
+    """mean(first − second) over paired items, with its bootstrap interval."""
+    table = _columns([first, second])
+    if len(table) == 0:
+        return Estimate(math.nan, 0, note="no items")
+    gaps = table[:, 0] - table[:, 1]
+    resampled = bootstrap_means([gaps], n_resamples=n_resamples, seed=seed)[:, 0]
+    return difference(float(gaps.mean()), resampled, n=len(gaps))
 
 
 def ratio(
@@ -128,15 +204,20 @@ def context_carried(
     return paired_ratio([no_context, arm, target], (0, 1), (0, 2), what, n_resamples, seed)
 
 
+def discordant(first: Values, second: Values) -> tuple[int, int]:
+    """Of paired right/wrong answers: how many only the first got right, and how many only the second."""
+    table = _columns([first, second]) != 0
+    return int((table[:, 0] & ~table[:, 1]).sum()), int((~table[:, 0] & table[:, 1]).sum())
+
+
 def mcnemar(first: Values, second: Values) -> float:
     """Exact two-sided p of McNemar's test on paired right/wrong answers.
 
     With b items that only the first got right and c that only the second got right,
-    p = min(1, 2·P(X ≤ min(b, c))), X ~ Binomial(b + c, 1/2). No difference on any item: p = 1.
+    p = min(1, 2·P(X ≤ min(b, c))), X ~ Binomial(b + c, 1/2). No difference on any item: p = 1. Exact for few
+    discordant pairs and for many: no approximation by χ² is needed.
     """
-    table = _columns([first, second]) != 0
-    b = int((table[:, 0] & ~table[:, 1]).sum())
-    c = int((~table[:, 0] & table[:, 1]).sum())
+    b, c = discordant(first, second)
     n = b + c
     term = total = 1
     for k in range(min(b, c)):

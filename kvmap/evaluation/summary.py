@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvmap.evaluation import statistics
-from kvmap.evaluation.choices import ItemResult
-from kvmap.evaluation.perplexity import PerplexityResult
+from kvmap.evaluation.judging import ItemResult
+from kvmap.evaluation.scores import CHANCE, Scores, average, kept_of_target, scores_of
+from kvmap.evaluation.sequence_scores import PerplexityResult
 from kvmap.evaluation.statistics import Estimate, Floats
 from kvmap.metrics import Metric
 
@@ -20,39 +20,6 @@ Summary: TypeAlias = tuple[dict[str, Metric], list[Row]]
 
 AVERAGE = "average"
 ALL_ARMS = "all"
-
-
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """Means of several arms over the same items, with the same resamples.
-
-    Attributes:
-        value: arm to its mean.
-        error: arm to the standard error of that mean.
-        resampled: arm to its means over resamples, (n_resamples,).
-        n: items.
-    """
-
-    value: dict[str, float]
-    error: dict[str, float]
-    resampled: dict[str, Floats]
-    n: int
-
-    def mean(self, arm: str) -> Estimate:
-        """The arm's mean with its normal 95 % interval."""
-        value, error = self.value[arm], self.error[arm]
-        return Estimate(value, self.n, error, value - 1.959964 * error, value + 1.959964 * error)
-
-    def ratio(self, top: tuple[str, str | None], bottom: tuple[str, str | None], what: str) -> Estimate:
-        """(a − b) / (c − d), where b and d may be None for zero."""
-
-        def less(first: str, second: str | None) -> tuple[float, Floats]:
-            if second is None:
-                return self.value[first], self.resampled[first]
-            return self.value[first] - self.value[second], self.resampled[first] - self.resampled[second]
-
-        (numerator, numerators), (denominator, denominators) = less(*top), less(*bottom)
-        return statistics.ratio(numerator, denominator, numerators, denominators, n=self.n, what=what)
 
 
 def summarise_items(
@@ -67,6 +34,9 @@ def summarise_items(
     * retention: acc(arm) / acc(target) ([H] §5)
     * floor_retention: (acc(arm) − chance) / (acc(target) − chance)
     * gain_recovered: (acc(arm) − acc(source)) / (acc(target) − acc(source))
+    * accuracy_minus_target, accuracy_minus_source: the plain differences, on the same items
+    * mcnemar_p, mcnemar_source_p: McNemar's exact test against the target and against the source alone; the
+      row's note counts the items that only one of the two got right. On average over tasks, of all items
 
     Chance is one over the number of choices of each item. The average is that of the tasks' means, each task
     counting the same; its resamples are drawn within tasks. Only items that every arm answered are counted,
@@ -94,14 +64,14 @@ def summarise_items(
             if any(getattr(result, field) is None for row in table.values() for result in row.values()):
                 continue
             columns = _columns(table, field)
-            scores = _scores(columns, n_resamples, seed)
-            rows += _accuracy_rows(task, metric, scores, _mcnemar(columns))
+            scores = scores_of(columns, n_resamples, seed)
+            rows += _accuracy_rows(task, metric, scores, columns)
             scored.append(scores)
         if len(scored) > 1:
             columns = _columns(
                 {(task, *key): row for task, table in tasks.items() for key, row in table.items()}, field
             )
-            rows += _accuracy_rows(AVERAGE, metric, _average(scored), _mcnemar(columns))
+            rows += _accuracy_rows(AVERAGE, metric, average(scored), columns)
     for task, table in tasks.items():
         truncated = [float(next(iter(row.values())).n_truncated > 0) for row in table.values()]
         rows.append(_row(task, ALL_ARMS, "n_truncated", Estimate(sum(truncated), len(truncated))))
@@ -119,6 +89,7 @@ def summarise_perplexity(
 ) -> Summary:
     """Perplexity, context carried, KL from native and top-1 agreement of every arm.
 
+    nll_minus_target_nats and nll_minus_source_nats are differences of NLL per token on the same sequences.
     Intervals are over sequences. Perplexity's error is exp(mean)·(error of the mean), its interval the
     exponential of the mean's.
 
@@ -135,17 +106,15 @@ def summarise_perplexity(
     rows: list[Row] = []
     for arm, result in results.items():
         rows += _perplexity_rows(task, arm, result)
-    if {"target", "no_context"} <= set(results):
-        for arm, result in results.items():
-            if arm in ("target", "no_context"):
-                continue
-            carried = statistics.context_carried(
-                result.nll,
-                results["target"].nll,
-                results["no_context"].nll,
-                n_resamples=n_resamples,
-                seed=seed,
-            )
+    settings = {"n_resamples": n_resamples, "seed": seed}
+    for arm, result in results.items():
+        for other in ("target", "source"):
+            if other in results and arm != other:
+                gap = statistics.paired_difference(_per_token(result), _per_token(results[other]), **settings)
+                rows.append(_row(task, arm, f"nll_minus_{other}_nats", gap))
+        if arm not in ("target", "no_context") and {"target", "no_context"} <= set(results):
+            native, none = results["target"].nll, results["no_context"].nll
+            carried = statistics.context_carried(result.nll, native, none, **settings)
             rows.append(_row(task, arm, "context_carried", carried))
     return _summary(rows + _unavailable_rows(task, "perplexity", unavailable))
 
@@ -168,70 +137,36 @@ def _columns(table: Mapping[Any, Mapping[str, ItemResult]], field: str) -> dict[
     """Arm to 0/1 per item, with chance per item as one column more."""
     rows = list(table.values())
     columns = {arm: np.array([float(getattr(row[arm], field)) for row in rows]) for arm in rows[0]}
-    columns["chance"] = np.array([1 / len(next(iter(row.values())).logliks) for row in rows])
+    columns[CHANCE] = np.array([1 / len(next(iter(row.values())).logliks) for row in rows])
     return columns
 
 
-def _scores(columns: Mapping[str, Floats], n_resamples: int, seed: int) -> Scores:
-    resampled = statistics.bootstrap_means(list(columns.values()), n_resamples=n_resamples, seed=seed)
-    means = {arm: statistics.mean(column) for arm, column in columns.items()}
-    return Scores(
-        value={arm: estimate.value for arm, estimate in means.items()},
-        error={arm: estimate.standard_error for arm, estimate in means.items()},
-        resampled={arm: resampled[:, number] for number, arm in enumerate(columns)},
-        n=len(columns["chance"]),
-    )
-
-
-def _average(scored: Sequence[Scores]) -> Scores:
-    """Tasks weigh the same; they are independent, so errors add in squares and resamples add one to one."""
-    arms = list(scored[0].value)
-    # Tasks of one size draw the same rows from one seed; shuffled, their resamples are independent.
-    order = np.random.default_rng(0)
-    shuffled = [order.permutation(len(scores.resampled["chance"])) for scores in scored]
-    return Scores(
-        value={arm: float(np.mean([scores.value[arm] for scores in scored])) for arm in arms},
-        error={arm: math.hypot(*(scores.error[arm] for scores in scored)) / len(scored) for arm in arms},
-        resampled={
-            arm: np.mean([s.resampled[arm][o] for s, o in zip(scored, shuffled, strict=True)], axis=0)
-            for arm in arms
-        },
-        n=sum(scores.n for scores in scored),
-    )
-
-
-def _mcnemar(columns: Mapping[str, Floats]) -> dict[str, float]:
-    if "target" not in columns:
-        return {}
-    others = [arm for arm in columns if arm not in ("target", "chance")]
-    return {arm: statistics.mcnemar(columns[arm], columns["target"]) for arm in others}
-
-
-def _accuracy_rows(task: str, metric: str, scores: Scores, p_values: Mapping[str, float]) -> list[Row]:
-    """One accuracy of every arm, and for the likeliest choice and generations what it retains."""
-    arms = [arm for arm in scores.value if arm != "chance"]
-    rows = [_row(task, arm, metric, scores.mean(arm)) for arm in arms]
-    if metric == "accuracy_norm" or "target" not in arms:
+def _accuracy_rows(task: str, metric: str, scores: Scores, columns: Mapping[str, Floats]) -> list[Row]:
+    """One accuracy of every arm, and for the likeliest choice and generations how it stands to others'."""
+    rows = [_row(task, arm, metric, scores.mean(arm)) for arm in scores.arms]
+    if metric == "accuracy_norm":
         return rows
     prefix = "generated_" if metric == "generated_accuracy" else ""
-    for arm in arms:
-        if arm == "target":
-            continue
-        kept = scores.ratio((arm, None), ("target", None), "the target's accuracy")
-        rows.append(_row(task, arm, f"{prefix}retention", kept))
-        if not prefix:
-            lead = scores.ratio((arm, "chance"), ("target", "chance"), "the target's lead over chance")
-            rows.append(_row(task, arm, "floor_retention", lead))
-        if "source" in arms and arm != "source":
-            gain = scores.ratio((arm, "source"), ("target", "source"), "the target's lead over the source")
-            rows.append(_row(task, arm, f"{prefix}gain_recovered", gain))
-        rows.append(_row(task, arm, f"{prefix}mcnemar_p", Estimate(p_values[arm], scores.n)))
+    for arm in scores.arms:
+        if "target" in scores.arms and arm != "target":
+            ratios = kept_of_target(scores, arm, floor=not prefix)
+            rows += [_row(task, arm, f"{prefix}{name}", estimate) for name, estimate in ratios]
+        for other, name in (("target", "mcnemar_p"), ("source", "mcnemar_source_p")):
+            if other in scores.arms and arm != other:
+                rows.append(_row(task, arm, f"{metric}_minus_{other}", scores.difference(arm, other)))
+                rows.append(_row(task, arm, f"{prefix}{name}", _mcnemar(columns[arm], columns[other])))
     return rows
+
+
+def _mcnemar(arm: Floats, other: Floats) -> Estimate:
+    only_arm, only_other = statistics.discordant(arm, other)
+    note = f"{only_arm} items right under this arm alone, {only_other} under the other alone"
+    return Estimate(statistics.mcnemar(arm, other), len(arm), note=note)
 
 
 def _perplexity_rows(task: str, arm: str, result: PerplexityResult) -> list[Row]:
     counts = np.array(result.n_tokens, dtype=np.float64)
-    nll = statistics.mean(np.array(result.nll) / counts)
+    nll = statistics.mean(_per_token(result))
     low, high = (_exponential(end) for end in (nll.low, nll.high))
     perplexity = Estimate(result.perplexity, nll.n, _exponential(nll.value) * nll.standard_error, low, high)
     kl = statistics.mean(np.array(result.kl) / counts)
@@ -242,6 +177,11 @@ def _perplexity_rows(task: str, arm: str, result: PerplexityResult) -> list[Row]
         _row(task, arm, "kl_nats", kl),
         _row(task, arm, "top1_agreement", agreement),
     ]
+
+
+def _per_token(result: PerplexityResult) -> Floats:
+    """Mean NLL of each sequence, nats."""
+    return np.array(result.nll) / np.array(result.n_tokens)
 
 
 def _exponential(value: float) -> float:

@@ -82,7 +82,13 @@ def _seeds(cfg: Config) -> dict[str, int]:
         "calibration_split": cfg.calibration.seed,
         "world_items": cfg.evaluation.world.seed,
         "jsonl_items": cfg.evaluation.jsonl.seed,
+        "fewshot": cfg.evaluation.fewshot_seed,
         "perplexity_text": cfg.evaluation.perplexity.data.seed,
+        "conversations": cfg.evaluation.conversation.seed,
+        "needles": cfg.evaluation.long_context.seed,
+        "long_context_text": cfg.evaluation.long_context.data.seed,
+        "recompute": cfg.transfer.recompute_seed,
+        "cost": cfg.evaluation.cost.seed,
         "bootstrap": cfg.evaluation.seed,
         "benchmark": cfg.benchmark.seed,
     }

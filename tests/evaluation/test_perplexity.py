@@ -89,12 +89,13 @@ def test_chunks_score_each_token_once_and_change_nothing(monkeypatch, models, pa
     assert kv.n_tokens == PREFIX
 
 
-@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_numbers_do_not_depend_on_the_batch_size(results, pair, arms, blocks, batch_size):
     again = run(pair, arms, blocks, batch_size=batch_size)
     for arm, result in results.items():
-        assert again[arm].nll == pytest.approx(result.nll, abs=1e-3)
-        assert again[arm].kl == pytest.approx(result.kl, abs=1e-3)
+        # Sums over 27 tokens in kernels of other shapes: float32 rounding.
+        assert again[arm].nll == pytest.approx(result.nll, abs=1e-4)
+        assert again[arm].kl == pytest.approx(result.kl, abs=1e-4)
         assert again[arm].agreement == result.agreement
 
 
@@ -130,6 +131,8 @@ def test_rows_and_the_callback_hold_each_sequence_once(pair, arms, blocks, resul
     run(pair, arms, blocks, on_batch=lambda batch: seen.append(batch["target"].nll))
     assert [value for batch in seen for value in batch] == pytest.approx(results["target"].nll)
     rows = results["mapped"].rows()
+    assert len({row["content"] for row in rows}) == 5
+    assert [row["content"] for row in rows] == [row["content"] for row in results["target"].rows()]
     assert [row["sequence"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[0]["nll_nats"] == results["mapped"].nll[0]
 

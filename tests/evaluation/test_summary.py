@@ -69,7 +69,34 @@ def test_every_number_of_a_task_is_that_of_the_plain_statistic(summary, columns,
         )
         assert row["n"] == TASKS[task]
         assert metrics[f"evaluate/{task}/mapped/{metric}"].value == row["value"]
-    assert rows[task, "mapped", "mcnemar_p"]["value"] == statistics.mcnemar(mapped, target)
+    for other, column, metric in (("target", target, "mcnemar_p"), ("source", source, "mcnemar_source_p")):
+        assert rows[task, "mapped", metric]["value"] == statistics.mcnemar(mapped, column)
+        only_mapped, only_other = (mapped & ~column).sum(), (~mapped & column).sum()
+        assert rows[task, "mapped", metric]["note"].startswith(f"{only_mapped} items right")
+        assert f"{only_other} under the other alone" in rows[task, "mapped", metric]["note"]
+        difference = rows[task, "mapped", f"accuracy_minus_{other}"]
+        expected = statistics.paired_difference(mapped, column)
+        got = (difference["value"], difference["low"], difference["high"], difference["standard_error"])
+        assert got == pytest.approx((expected.value, expected.low, expected.high, expected.standard_error))
+
+
+def test_the_target_is_held_against_the_source_too_and_no_arm_against_itself(summary, columns):
+    _, rows = summary
+    lead = rows["easy", "target", "accuracy_minus_source"]["value"]
+    assert lead == pytest.approx(columns["easy", "target"].mean() - columns["easy", "source"].mean())
+    assert rows["easy", "source", "accuracy_minus_target"]["value"] == pytest.approx(-lead)
+    for arm in ("target", "source"):
+        assert ("easy", arm, f"accuracy_minus_{arm}") not in rows
+    assert ("easy", "mapped", "accuracy_norm_minus_source") not in rows
+
+
+def test_differences_on_average_are_those_of_the_averages(summary, columns):
+    _, rows = summary
+    row = rows["average", "mapped", "accuracy_minus_source"]
+    gaps = [columns[task, "mapped"].astype(float) - columns[task, "source"] for task in TASKS]
+    assert row["value"] == pytest.approx(np.mean([gap.mean() for gap in gaps]))
+    errors = [gap.std(ddof=1) / math.sqrt(len(gap)) for gap in gaps]
+    assert row["standard_error"] == pytest.approx(math.hypot(*errors) / 2, rel=0.1)
 
 
 def test_the_average_weighs_tasks_alike_and_its_error_adds_in_squares(summary, columns):
@@ -200,6 +227,21 @@ def test_perplexity_by_hand(arms_of_text):
         math.exp(2.3) * error
     )
     assert {row["task"] for row in summarise_perplexity(arms_of_text, task="wiki")[1]} == {"wiki"}
+
+
+def test_differences_of_nll_are_per_token_and_paired(arms_of_text):
+    arms_of_text["source"] = perplexity(
+        "source", [x + y for x, y in zip([20, 24, 22, 26], [2, 3, 2, 3], strict=True)]
+    )
+    metrics, rows = summarise_perplexity(arms_of_text)
+    found = {(row["arm"], row["metric"]): row for row in rows}
+    row = found["mapped", "nll_minus_target_nats"]
+    # A constant gap has no spread, however much the sequences differ.
+    assert (row["value"], row["standard_error"]) == pytest.approx((0.1, 0.0), abs=1e-12)
+    assert metrics["evaluate/perplexity/mapped/nll_minus_source_nats"].value == pytest.approx(-0.15)
+    row = found["mapped", "nll_minus_source_nats"]
+    assert -0.2 <= row["low"] <= row["value"] <= row["high"] <= -0.1
+    assert ("source", "nll_minus_source_nats") not in found
 
 
 def test_a_context_worth_nothing_leaves_context_carried_undefined(arms_of_text):

@@ -10,11 +10,19 @@ from kvmap.evaluation.arms import unavailable
 from kvmap.mappers import Mapper
 from kvmap.stages.build import build_arms
 from kvmap.stages.context import Context
-from kvmap.stages.evaluate import prefix_perplexity, questions
+from kvmap.stages.evaluate import conversation, cost, long_context, prefix_perplexity, questions, relay, tasks
 
 Part: TypeAlias = Callable[[Context, Mapping[str, Mapper | KvmapError | None]], list[dict[str, Any]]]
 
-PARTS: tuple[Part, ...] = (questions.run, prefix_perplexity.run)
+PARTS: tuple[Part, ...] = (
+    questions.run,
+    tasks.run,
+    prefix_perplexity.run,
+    long_context.run,
+    conversation.run,
+    relay.run,
+    cost.run,
+)
 """Each does nothing where the configuration asks nothing of it, and returns its rows of table `arms`."""
 
 

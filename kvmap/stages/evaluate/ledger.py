@@ -20,16 +20,15 @@ class Ledger:
         self._rows: list[dict[str, Any]] = []
         self._written = 0.0
 
-    @property
-    def n_rows(self) -> int:
-        """Rows taken so far."""
-        return len(self._rows)
-
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
         """Take rows; write the table if that has not been done for a while."""
         self._rows += list(rows)
         if time.monotonic() - self._written > SECONDS_BETWEEN_WRITES:
             self.write()
+
+    def settle(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Take the whole table, in its final order, for the rows that came as models ran."""
+        self._rows = list(rows)
 
     def write(self) -> None:
         """Write the table as it is now."""

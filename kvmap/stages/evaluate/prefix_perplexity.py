@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kvmap.data import TokenBlocks, check_disjoint, read_texts, token_blocks
 from kvmap.errors import KvmapError
-from kvmap.evaluation.arms import unavailable
+from kvmap.evaluation.arms import available, unavailable
 from kvmap.evaluation.perplexity import PerplexityResult, evaluate_perplexity
 from kvmap.evaluation.summary import summarise_perplexity
 from kvmap.mappers import Mapper
 from kvmap.stages.context import Context, text_spec
-from kvmap.stages.evaluate.ledger import Ledger, kept
+from kvmap.stages.evaluate.book import answers_for, model_conditions, reuse_noted
+from kvmap.stages.evaluate.ledger import kept
+
+PROTOCOL_VERSION = 1
+"""Goes up when the scores of the same ids under the same settings become others."""
 
 
 def run(ctx: Context, arms: Mapping[str, Mapper | KvmapError | None]) -> list[dict[str, Any]]:
@@ -20,17 +24,20 @@ def run(ctx: Context, arms: Mapping[str, Mapper | KvmapError | None]) -> list[di
     if not ctx.cfg.evaluation.perplexity.n_sequences:
         return []
     evaluation = ctx.cfg.evaluation
-    with kept(ctx, "sequences") as ledger:
+    answers = {arm: answers_for(ctx, arm, _protocol(ctx)) for arm in available(arms)}
+    with kept(ctx, "sequences") as ledger, reuse_noted(ctx, "prefix_perplexity", answers):
         results = evaluate_perplexity(
             ctx.pair,
             arms,
-            _blocks(ctx),
+            blocks_of(ctx),
             prefix_tokens=evaluation.perplexity.prefix_tokens,
             options=ctx.options,
             batch_size=evaluation.batch_size,
             sequential=evaluation.sequential,
-            on_batch=lambda found: ledger.add(_numbered(found, ledger)),
+            answers=answers,
+            on_batch=lambda found: ledger.add(_rows(found)),
         )
+        ledger.settle(_rows(results))
     metrics, rows = summarise_perplexity(
         results,
         unavailable=unavailable(arms),
@@ -41,15 +48,21 @@ def run(ctx: Context, arms: Mapping[str, Mapper | KvmapError | None]) -> list[di
     return rows
 
 
-def _numbered(found: Mapping[str, PerplexityResult], ledger: Ledger) -> Iterator[dict[str, Any]]:
-    """A batch's rows with the numbers their sequences have among all; batches come in order."""
-    start = ledger.n_rows // len(found)
-    for result in found.values():
-        for row in result.rows():
-            yield {**row, "sequence": start + row["sequence"]}
+def _rows(found: Mapping[str, PerplexityResult]) -> list[dict[str, Any]]:
+    return [row for result in found.values() for row in result.rows()]
 
 
-def _blocks(ctx: Context) -> TokenBlocks:
+def _protocol(ctx: Context) -> dict[str, Any]:
+    """How sequences are scored, and what every arm's predictions are compared with."""
+    return {
+        "name": "prefix_perplexity",
+        "version": PROTOCOL_VERSION,
+        "batch_size": ctx.cfg.evaluation.batch_size,
+        "native": model_conditions(ctx, "target"),
+    }
+
+
+def blocks_of(ctx: Context) -> TokenBlocks:
     """The text to score. The corpus that calibration read is read on from where calibration stopped."""
     settings = ctx.cfg.evaluation.perplexity
     length = settings.prefix_tokens + settings.continuation_tokens

@@ -6,14 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvmap.config.schema import EvaluationConfig
 from kvmap.errors import KvmapError
-from kvmap.evaluation.arms import unavailable
+from kvmap.evaluation.arms import available, unavailable
 from kvmap.evaluation.choices import evaluate_items
 from kvmap.evaluation.items import Item, jsonl_items, world_items
 from kvmap.evaluation.summary import summarise_items
 from kvmap.mappers import Mapper
 from kvmap.stages.context import Context
+from kvmap.stages.evaluate.book import answers_for, reuse_noted
 from kvmap.stages.evaluate.ledger import kept
+
+PROTOCOL_VERSION = 1
+"""Goes up when an answer to the same ids under the same settings becomes another."""
 
 
 def run(ctx: Context, arms: Mapping[str, Mapper | KvmapError | None]) -> list[dict[str, Any]]:
@@ -21,7 +26,8 @@ def run(ctx: Context, arms: Mapping[str, Mapper | KvmapError | None]) -> list[di
     if not (items := _items(ctx)):
         return []
     evaluation = ctx.cfg.evaluation
-    with kept(ctx, "items") as ledger:
+    answers = {arm: answers_for(ctx, arm, _protocol(evaluation)) for arm in available(arms)}
+    with kept(ctx, "items") as ledger, reuse_noted(ctx, "questions", answers):
         results = evaluate_items(
             ctx.pair,
             arms,
@@ -33,8 +39,10 @@ def run(ctx: Context, arms: Mapping[str, Mapper | KvmapError | None]) -> list[di
             max_new_tokens=evaluation.max_new_tokens,
             stop=evaluation.stop,
             sequential=evaluation.sequential,
+            answers=answers,
             on_batch=lambda found: ledger.add(result.row() for result in found),
         )
+        ledger.settle(result.row() for result in results)
     metrics, rows = summarise_items(
         results,
         unavailable=unavailable(arms),
@@ -45,11 +53,22 @@ def run(ctx: Context, arms: Mapping[str, Mapper | KvmapError | None]) -> list[di
     return rows
 
 
+def _protocol(evaluation: EvaluationConfig) -> dict[str, Any]:
+    """How questions are asked and scored; each item's own key says what is asked."""
+    return {
+        "name": "questions",
+        "version": PROTOCOL_VERSION,
+        "batch_size": evaluation.batch_size,
+        "max_new_tokens": evaluation.max_new_tokens if evaluation.generate else 0,
+    }
+
+
 def _items(ctx: Context) -> list[Item]:
     evaluation = ctx.cfg.evaluation
     items: list[Item] = []
     if evaluation.world.n_per_kind:
         items += world_items(evaluation.world.seed, evaluation.world.n_per_kind, evaluation.world.kinds)
-    for path in evaluation.jsonl.paths:
+    folder = evaluation.jsonl.folder
+    for path in [*evaluation.jsonl.paths, *([] if folder is None else [folder])]:
         items += jsonl_items(Path(path), evaluation.jsonl.limit, evaluation.jsonl.seed)
     return items

@@ -1,72 +1,35 @@
-"""Figures of a run, drawn from plain rows; each is one print column wide and safe for colour-blind readers.
-
-Rows are lists of dicts or pandas data frames. Nothing here reads files or keeps pyplot's global state.
-"""
+"""Figures of every run: R² of the map, accuracy and perplexity by arm, latency."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from kvmap.figures.style import (
+    ARM_COLOURS,
+    COLUMN_INCHES,
+    OTHER_COLOURS,
+    STYLE,
+    Rows,
+    arm_order,
+    count_span,
+    number,
+    records,
+    short_count,
+    subplots,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Rows = Iterable[Mapping[str, Any]]
-
-COLUMN_INCHES = 3.3
-
-# Okabe and Ito's palette, and grey for what was given nothing.
-ARM_COLOURS = {
-    "target": "#0072B2",
-    "source": "#56B4E9",
-    "mapped": "#D55E00",
-    "bias_only": "#E69F00",
-    "raw": "#CC79A7",
-    "random": "#009E73",
-    "no_context": "#999999",
-}
-ARMS = tuple(ARM_COLOURS)  # the order of every table and figure
 LATENCY_STYLES = {
     "re_prefill": ("#0072B2", "s", "re-prefill"),
     "map": ("#D55E00", "o", "map"),
     "source_prefill": ("#56B4E9", "^", "source prefill"),
     "first_token": ("#999999", "D", "first token"),
 }
-OTHER_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#000000")
-
-_STYLE: dict[Any, Any] = {
-    "font.size": 7,
-    "axes.titlesize": 7,
-    "axes.labelsize": 7,
-    "xtick.labelsize": 6.5,
-    "ytick.labelsize": 6.5,
-    "legend.fontsize": 6.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.6,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-}
-
-
-def records(rows: Any) -> list[dict[str, Any]]:
-    """Rows as a list of dicts, from a data frame or any iterable of mappings."""
-    if hasattr(rows, "to_dict"):
-        return list(rows.to_dict("records"))
-    return [dict(row) for row in rows]
-
-
-def number(value: Any) -> float:
-    """A cell as a float; NaN where it is empty."""
-    return math.nan if value in (None, "") else float(value)
-
-
-def arm_order(arms: Iterable[str]) -> list[str]:
-    """The known arms in their fixed order, then unknown ones as they came."""
-    present = list(dict.fromkeys(arms))
-    return [arm for arm in ARMS if arm in present] + [arm for arm in present if arm not in ARMS]
 
 
 def r2_heat_map(rows: Rows) -> Figure:
@@ -84,9 +47,9 @@ def r2_heat_map(rows: Rows) -> Figure:
     present = {(row["kind"], row["split"]) for row in table}
     wanted = [(kind, split) for kind in ("key", "value") for split in ("fit", "held_out")]
     panels = [panel for panel in wanted if panel in present]
-    with mpl.rc_context({**_STYLE, "axes.spines.top": True, "axes.spines.right": True}):
+    with mpl.rc_context({**STYLE, "axes.spines.top": True, "axes.spines.right": True}):
         height = min(max(0.11 * n_layers, 0.9), 5.0) + 0.85
-        figure, axes = _subplots(1, len(panels), (COLUMN_INCHES, height), sharey=True)
+        figure, axes = subplots(1, len(panels), (COLUMN_INCHES, height), sharey=True)
         lowest = math.inf
         for axis, (kind, split) in zip(axes, panels, strict=True):
             grid = np.full((n_layers, n_heads), np.nan)
@@ -138,9 +101,9 @@ def accuracy_bars(rows: Rows, metric: str = "accuracy") -> Figure:
     tasks = list(dict.fromkeys(row["task"] for row in table))
     n_columns = min(2, len(tasks))
     n_lines = math.ceil(len(tasks) / n_columns)
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         size = (COLUMN_INCHES, 1.3 * n_lines + 0.7)
-        figure, axes = _subplots(n_lines, n_columns, size, sharex=True, sharey=True)
+        figure, axes = subplots(n_lines, n_columns, size, sharex=True, sharey=True)
         arms = arm_order(row["arm"] for row in table)
         for axis, task in zip(axes, tasks, strict=False):
             of_task = [row for row in table if row["task"] == task]
@@ -173,8 +136,8 @@ def perplexity_bars(rows: Rows, metric: str = "perplexity") -> Figure:
     arms = arm_order(row["arm"] for row in table)
     values = [number(row["value"]) for row in table if math.isfinite(number(row["value"]))]
     wide = bool(values) and max(values) > 10 * min(values)
-    with mpl.rc_context(_STYLE):
-        figure, axes = _subplots(len(tasks), 1, (COLUMN_INCHES, 1.45 * len(tasks) + 0.55), sharex=True)
+    with mpl.rc_context(STYLE):
+        figure, axes = subplots(len(tasks), 1, (COLUMN_INCHES, 1.45 * len(tasks) + 0.55), sharex=True)
         for axis, task in zip(axes, tasks, strict=True):
             of_task = [row for row in table if row["task"] == task]
             if wide:
@@ -229,8 +192,8 @@ def latency_lines(rows: Rows) -> Figure:
     present = list(dict.fromkeys(row["arm"] for row in table))
     arms = [arm for arm in LATENCY_STYLES if arm in present]
     arms += [arm for arm in present if arm not in LATENCY_STYLES]
-    with mpl.rc_context(_STYLE):
-        figure, (axis,) = _subplots(1, 1, (COLUMN_INCHES, 2.5))
+    with mpl.rc_context(STYLE):
+        figure, (axis,) = subplots(1, 1, (COLUMN_INCHES, 2.5))
         for place, arm in enumerate(arms):
             fallback = (OTHER_COLOURS[place % len(OTHER_COLOURS)], "v", arm.replace("_", " "))
             colour, marker, label = LATENCY_STYLES.get(arm, fallback)
@@ -244,7 +207,7 @@ def latency_lines(rows: Rows) -> Figure:
         axis.yaxis.set_major_formatter(LogFormatter())
         axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.2, 0.4)))
         axis.set_xticks(sorted({int(row["length"]) for row in table}))
-        axis.xaxis.set_major_formatter(FuncFormatter(_tokens))
+        axis.xaxis.set_major_formatter(FuncFormatter(short_count))
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_xlabel("context length (tokens)")
         axis.set_ylabel("time (ms)\nmedian, 20th–80th percentile")
@@ -252,11 +215,6 @@ def latency_lines(rows: Rows) -> Figure:
         axis.set_title(_setting(table))
         figure.legend(loc="outside lower center", ncols=min(4, len(arms)), frameon=False, columnspacing=1.0)
     return figure
-
-
-def _tokens(value: float, _: object = None) -> str:
-    whole = round(value)
-    return f"{whole // 1024}k" if whole >= 1024 and whole % 1024 == 0 else str(whole)
 
 
 def _setting(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -270,23 +228,6 @@ def _how_many(rows: Sequence[Mapping[str, Any]], what: str) -> str:
     return f"n = {count_span(rows)} {what}"
 
 
-def count_span(rows: Iterable[Mapping[str, Any]]) -> str:
-    """`120`, `100–120` or `?`: the counts `n` of the rows that have a value."""
-    valued = [number(row.get("n")) for row in rows if math.isfinite(number(row.get("value", 0)))]
-    counts = sorted({int(count) for count in valued if math.isfinite(count)})
-    return "–".join(str(count) for count in dict.fromkeys([counts[0], counts[-1]])) if counts else "?"
-
-
 def _shortened(task: str, width: int = 24) -> str:
     text = task.replace("_", " ")
     return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _subplots(
-    n_lines: int, n_columns: int, size: tuple[float, float], **options: Any
-) -> tuple[Figure, list[Any]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(n_lines, n_columns, squeeze=False, **options)
-    return figure, list(axes.flat)

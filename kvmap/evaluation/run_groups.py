@@ -1,0 +1,115 @@
+"""Runs by configuration: which of them differ in seeds alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvmap.errors import KvmapError
+from kvmap.evaluation.run_tables import run_record, settings_of
+
+NO_RESULT = (
+    "study",
+    "outputs",
+    "threads",
+    "stages",
+    "evaluation.reuse_answers",
+    "evaluation.bootstrap_samples",
+)
+NO_RESULT_GROUPS = ("tracking.", "benchmark.", "diagnostics.")
+"""Settings that change no answer: runs that differ in them are of one configuration."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one configuration.
+
+    Attributes:
+        settings: those in which this group differs from the others.
+        seeds: of each run, the settings that were taken together.
+        runs: their directories.
+    """
+
+    settings: dict[str, Any]
+    seeds: tuple[dict[str, Any], ...]
+    runs: tuple[Path, ...]
+
+    def describe(self) -> str:
+        """What sets the group apart, how many runs it has, and the seeds in which they differ."""
+        varied = [n for n in self.seeds[0] if len({_canonical(seeds.get(n)) for seeds in self.seeds}) > 1]
+        seeds = "; ".join(f"{n}={','.join(str(s.get(n)) for s in self.seeds)}" for n in varied)
+        title = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        return f"{title or 'one configuration'}: {len(self.runs)} runs ({seeds or 'one draw'})"
+
+
+def find_runs(paths: Iterable[Path]) -> list[Path]:
+    """Directories of runs: those given, and those inside a directory that is a sweep.
+
+    Raises:
+        KvmapError: a directory that holds neither a run nor jobs.
+    """
+    found: list[Path] = []
+    for path in paths:
+        inside = (
+            [path] if (path / "run.json").is_file() else sorted(p.parent for p in path.glob("*/run.json"))
+        )
+        if not inside:
+            raise KvmapError(f"{path} holds no run.json and no jobs (*/run.json): give runs or a sweep")
+        found += inside
+    return list(dict.fromkeys(found))
+
+
+def finished(runs: Sequence[Path]) -> list[Path]:
+    """Those that came to their end.
+
+    Raises:
+        KvmapError: none did.
+    """
+    done = [run for run in runs if run_record(run)["status"] == "done"]
+    if not done:
+        raise KvmapError(f"none of {len(runs)} runs is finished: run them first")
+    return done
+
+
+def group_runs(runs: Sequence[Path], over: Sequence[str] = ("seed",)) -> list[Group]:
+    """Runs by configuration.
+
+    Args:
+        runs: directories.
+        over: settings to take together: a full key (`mapper.seed`), or a last part (`seed`: every seed).
+
+    Of runs that agree in seeds too, the one that started last counts: it is no second draw.
+    """
+    started = {run: str(run_record(run)["started"]) for run in runs}
+    settings = {run: settings_of(run_record(run)) for run in runs}
+    parts: dict[str, dict[str, Path]] = {}
+    for run in sorted(runs, key=started.__getitem__):
+        rest = {k: v for k, v in settings[run].items() if not _is_over(k, over) and _matters(k)}
+        seeds = {key: value for key, value in settings[run].items() if _is_over(key, over)}
+        parts.setdefault(_canonical(rest), {})[_canonical(seeds)] = run
+    configurations = [json.loads(rest) for rest in parts]
+    names = dict.fromkeys(name for configuration in configurations for name in configuration)
+    varied = [n for n in names if len({_canonical(c.get(n)) for c in configurations}) > 1]
+    return [
+        Group(
+            settings={name: configuration.get(name) for name in varied},
+            seeds=tuple(json.loads(seeds) for seeds in by_seed),
+            runs=tuple(by_seed.values()),
+        )
+        for configuration, by_seed in zip(configurations, parts.values(), strict=True)
+    ]
+
+
+def _is_over(name: str, over: Sequence[str]) -> bool:
+    return any(name == key or ("." not in key and name.rsplit(".", 1)[-1] == key) for key in over)
+
+
+def _matters(name: str) -> bool:
+    return name not in NO_RESULT and not name.startswith(NO_RESULT_GROUPS)
+
+
+def _canonical(content: Any) -> str:
+    return json.dumps(content, sort_keys=True)

@@ -1,0 +1,1 @@
+"""Figures of a run, drawn from the plain rows of its tables."""
