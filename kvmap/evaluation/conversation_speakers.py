@@ -1,0 +1,169 @@
+"""Who answers the turns of a conversation: a model on its own growing cache, or a target on a mapped one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvmap.evaluation.choices import cut_at, end_of_text_ids
+from kvmap.evaluation.conversation_encoding import Ids, joined
+from kvmap.models.cache import KVCache
+from kvmap.models.capture import forward
+from kvmap.models.pair import LoadedModel
+from kvmap.transfer import HandOff, native
+
+
+class Reader:
+    """One model and its own cache of a conversation that grows by segments.
+
+    What was read before is used again as far as the segments are the same, and only what follows is run:
+    causal attention leaves earlier columns as they are. Models whose frequencies depend on the length of the
+    context (dynamic, longrope) have other keys in a longer one, and read it anew each time.
+    """
+
+    def __init__(self, model: LoadedModel) -> None:
+        """Args: the model."""
+        self.model = model
+        self._anew = any(layer.rope_type in ("dynamic", "longrope") for layer in model.geometry.layers)
+        self._segments: list[Ids] = []
+        self._logits: list[Tensor] = []
+        self._last: HandOff | None = None
+
+    def read(self, segments: Sequence[Ids]) -> HandOff:
+        """The model's own cache of the segments, each with at least one token, and the logits after them."""
+        if self._anew:
+            return native(self.model, as_batch(joined(segments)))
+        n_same = 0
+        while n_same < min(len(segments), len(self._segments)) and segments[n_same] == self._segments[n_same]:
+            n_same += 1
+        known = self._after(n_same)
+        if n_same < len(segments):
+            del self._segments[n_same:], self._logits[n_same:]
+        for segment in segments[n_same:]:
+            known = (
+                native(self.model, as_batch(segment)) if known is None else go_on(self.model, known, segment)
+            )
+            self._segments.append(segment)
+            self._logits.append(known.logits)
+            self._last = known
+        assert known is not None, "there is at least one segment"
+        return known
+
+    def _after(self, n: int) -> HandOff | None:
+        """What was known after the first n segments of those read; None before the first."""
+        if self._last is None or n == 0:
+            return None
+        kv = self._last.kv.slice_tokens(0, len(joined(self._segments[:n])))
+        return replace(self._last, kv=kv, logits=self._logits[n - 1])
+
+
+def as_batch(ids: Ids) -> Tensor:
+    """Ids as (1, tokens) int64."""
+    return torch.tensor([list(ids)], dtype=torch.int64)
+
+
+def go_on(model: LoadedModel, hand_off: HandOff, ids: Ids) -> HandOff:
+    """The hand-off after more tokens, run by the model itself; the one given stays as it is."""
+    logits, kv = forward(model, as_batch(ids), hand_off.kv)
+    return replace(hand_off, kv=kv, logits=logits[:, -1], n_hold_back=hand_off.n_hold_back + len(ids))
+
+
+@dataclass(frozen=True)
+class Replying:
+    """How an answer is made from a hand-off: greedily, up to a stop.
+
+    Attributes:
+        tokenizer: of the pair.
+        max_new_tokens: at most.
+        stop: texts that end it.
+    """
+
+    tokenizer: Any
+    max_new_tokens: int
+    stop: tuple[str, ...]
+
+    def reply(self, model: LoadedModel, hand_off: HandOff) -> str:
+        """The likeliest tokens up to the first stop or end of text, as text without white space around it.
+
+        White space before the answer is no part of it, so a stop that is white space cannot end it there.
+        """
+        ends = end_of_text_ids(model, self.tokenizer)
+        written: list[int] = []
+        text = ""
+        while len(written) < self.max_new_tokens:
+            token = int(hand_off.logits[0].argmax())
+            if token in ends:
+                break
+            written.append(token)
+            text = self.tokenizer.decode(written, skip_special_tokens=True).lstrip()
+            if cut_at(text, self.stop) != text:
+                break
+            if len(written) < self.max_new_tokens:
+                hand_off = go_on(model, hand_off, (token,))
+        return cut_at(text, self.stop).strip()
+
+
+@dataclass(frozen=True)
+class Said:
+    """An answer, whose it is, and from how many tokens, of which how many mapped, it was made."""
+
+    answer: str
+    answered_by: str
+    n_context: int
+    n_mapped: int
+
+
+class Speaker(Protocol):
+    """What answers the turns of one arm."""
+
+    def say(self, segments: Sequence[Ids]) -> Said:
+        """The answer to the last of the segments. There is one for each turn so far."""
+
+
+class OwnSpeaker:
+    """A model that answers from its own cache; an answer to the same text is not made twice."""
+
+    def __init__(self, role: str, reader: Reader, replying: Replying) -> None:
+        """Args: `source` or `target`; its cache; how answers are made."""
+        self.role, self.reader, self.replying = role, reader, replying
+        self._said: dict[tuple[Ids, ...], Said] = {}
+
+    def say(self, segments: Sequence[Ids]) -> Said:
+        """See `Speaker.say`."""
+        key = tuple(segments)
+        if key not in self._said:
+            answer = self.replying.reply(self.reader.model, self.reader.read(segments))
+            self._said[key] = Said(answer, self.role, len(joined(segments)), 0)
+        return self._said[key]
+
+
+class HandedOver:
+    """The target on the source's mapped cache: anew at every turn, or from one turn on."""
+
+    def __init__(
+        self,
+        source: OwnSpeaker,
+        target: LoadedModel,
+        hand_over: Callable[[Ids, KVCache], HandOff],
+        replying: Replying,
+        turn: int | None,
+    ) -> None:
+        """Args: who speaks before `turn`, and after it, and how its cache is mapped; None: at every turn."""
+        self.source, self.target, self.hand_over = source, target, hand_over
+        self.replying, self.turn = replying, turn
+        self._held: HandOff | None = None
+
+    def say(self, segments: Sequence[Ids]) -> Said:
+        """See `Speaker.say`."""
+        if self.turn is not None and len(segments) < self.turn:
+            return self.source.say(segments)
+        if self.turn is None or self._held is None:
+            self._held = self.hand_over(joined(segments), self.source.reader.read(segments).kv)
+        else:
+            self._held = go_on(self.target, self._held, segments[-1])
+        answer = self.replying.reply(self.target, self._held)
+        return Said(answer, "target", len(joined(segments)), self._held.n_mapped)
