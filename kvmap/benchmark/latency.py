@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -254,9 +255,7 @@ def _transfer(
         mapper,
         target,
         ids,
-        hold_back=options.hold_back,
-        native_head=options.native_head,
-        rope=options.rope,
+        **asdict(options),
     ).kv
 
 

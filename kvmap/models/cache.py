@@ -244,6 +244,47 @@ def to_transformers(kv: KVCache | None) -> DynamicCache:
     return cache
 
 
+def overwriting_cache(kv: KVCache, columns: Tensor, kept: Tensor) -> DynamicCache:
+    """A transformers cache that stays as long as `kv`: what a model computes replaces columns of it.
+
+    A layer's new keys and values are in place before its attention reads the whole of that layer. `kv` never
+    changes. The model must be given the mask of who sees whom: transformers would take the cache for a past.
+
+    Args:
+        kv: keys and values in the model's dtype, on the devices of its layers.
+        columns: (batch, n) int64, the column that each of the tokens to be run stands in.
+        kept: (batch, n) bool, False at tokens that are run for nothing; they replace no column.
+    """
+    rows, tokens = kept.nonzero(as_tuple=True)
+    return _overwriting_class()(to_transformers(kv).layers, (rows, columns[rows, tokens], tokens))
+
+
+@functools.cache
+def _overwriting_class() -> type[DynamicCache]:
+    """Made once, when it is first needed, as `_first_layers_class`."""
+    from transformers.cache_utils import DynamicCache
+
+    class OverwritingCache(DynamicCache):
+        def __init__(self, layers: list[Any], places: tuple[Tensor, Tensor, Tensor]) -> None:
+            super().__init__()
+            self.layers, self.places = layers, places
+
+        def update(
+            self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor]:
+            layer = self.layers[layer_idx]
+            rows, columns, tokens = (index.to(key_states.device) for index in self.places)
+            whole: list[Tensor] = []
+            for old, new in ((layer.keys, key_states), (layer.values, value_states)):
+                copy = old.clone()
+                copy[rows, :, columns] = new[rows, :, tokens].to(copy)
+                whole.append(copy)
+            layer.keys, layer.values = whole
+            return whole[0], whole[1]
+
+    return OverwritingCache
+
+
 @contextmanager
 def first_layers_cache(n_layers: int) -> Iterator[DynamicCache]:
     """An empty transformers cache that ends the forward it is given to once `n_layers` layers are in it.

@@ -49,9 +49,7 @@ class Context:
         self.models: dict[str, ModelConfig] = {"source": source, "target": target}
         self.specs = {role: _spec(model) for role, model in self.models.items()}
         self.pair = ModelPair(self.specs["source"], self.specs["target"])
-        self.options = TransferOptions(
-            hold_back=cfg.transfer.hold_back, native_head=cfg.transfer.native_head, rope=cfg.rope.strategy
-        )
+        self.options = TransferOptions(**asdict(cfg.transfer), rope=cfg.rope.strategy)
 
     @cached_property
     def geometries(self) -> dict[str, Geometry | None]:

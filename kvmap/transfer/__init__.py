@@ -4,7 +4,8 @@ The columns of a hand-off come from three places. The first real tokens of each 
 (`native_head`, or a prefix it has cached already), the last `hold_back` are run through the target on top of
 everything else and give the first logits, and what lies between is mapped. A mapper with `native_layers`
 maps the layers above those: the target runs its first layers over all columns itself, and their keys and
-values are exact.
+values are exact. Some of the mapped tokens may then be recomputed by the target over all of that
+(`recompute_share`).
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ from __future__ import annotations
 from kvmap.fit.view import ROPE_STRATEGIES, calibration_view
 from kvmap.transfer.context import TransferError
 from kvmap.transfer.continuation import continue_greedy, score_continuations
-from kvmap.transfer.cost import native_share
+from kvmap.transfer.cost import HandOffFlops, handoff_flops, native_share
 from kvmap.transfer.handoff import HandOff, TransferOptions, native, transfer
+from kvmap.transfer.recompute import RECOMPUTE_RULES
 
 __all__ = [
+    "RECOMPUTE_RULES",
     "ROPE_STRATEGIES",
     "HandOff",
+    "HandOffFlops",
     "TransferError",
     "TransferOptions",
     "calibration_view",
     "continue_greedy",
+    "handoff_flops",
     "native",
     "native_share",
     "score_continuations",

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from kvmap.errors import UnknownName
 from kvmap.fit.view import check_rope
 from kvmap.mappers.base import Mapper
 from kvmap.models.cache import KVCache
 from kvmap.models.capture import forward, prefill
 from kvmap.models.pair import LoadedModel
-from kvmap.transfer.columns import extend_head, join_columns, map_columns, own_counts, split_columns
+from kvmap.transfer.columns import (
+    Columns,
+    extend_head,
+    join_columns,
+    map_columns,
+    own_counts,
+    split_columns,
+)
 from kvmap.transfer.context import (
     Context,
     TransferError,
@@ -22,6 +31,7 @@ from kvmap.transfer.context import (
     prepare_prefix,
     read_context,
 )
+from kvmap.transfer.recompute import RECOMPUTE_RULES, Handed, recompute
 
 
 @dataclass(frozen=True)
@@ -33,11 +43,20 @@ class TransferOptions:
         native_head: first tokens of the context that the target runs itself; 0 is the published behaviour.
         rope: "strip" maps content keys and rotates them for the target; "coupled" maps rotated keys to
             rotated keys; "no_rerotate" maps content keys and leaves them unrotated.
+        recompute_share: r in [0, 1], the share of the mapped tokens that the target runs itself after all,
+            over the mapped cache; at least one token where r > 0. 0: none.
+        recompute_rule: which they are. "attention": those that the held-back tokens attend to most;
+            "map_error": those whose keys and values the map misses most in the first layer it writes;
+            "random": any.
+        recompute_seed: of the rule "random".
     """
 
     hold_back: int = 1
     native_head: int = 1
     rope: str = "strip"
+    recompute_share: float = 0.0
+    recompute_rule: str = "attention"
+    recompute_seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what no hand-off can do.
@@ -51,6 +70,12 @@ class TransferOptions:
             )
         if self.native_head < 0:
             raise TransferError(f"native_head={self.native_head}: expected 0 or more tokens")
+        if not (math.isfinite(self.recompute_share) and 0 <= self.recompute_share <= 1):
+            raise TransferError(
+                f"recompute_share={self.recompute_share}: expected a share of the mapped tokens, 0 to 1"
+            )
+        if self.recompute_rule not in RECOMPUTE_RULES:
+            raise UnknownName("recompute_rule", self.recompute_rule, RECOMPUTE_RULES)
         check_rope(self.rope)
 
 
@@ -59,7 +84,8 @@ class HandOff:
     """A context the target is ready to continue. Counts are sums over the rows of the batch, without pads.
 
     Attributes:
-        kv: the target's cache over all columns of the context, `exact=False` if any of them was mapped.
+        kv: the target's cache over all columns of the context, `exact=False` if any of them was mapped and
+            not recomputed.
         logits: (batch, vocab) float32, for the token after the context.
         n_mapped: tokens that were mapped, in the layers above the native ones.
         n_native_head: tokens before the held-back ones whose columns are the target's own.
@@ -69,6 +95,8 @@ class HandOff:
         n_mapped_of_row: `n_mapped` row by row.
         n_native_layers: first layers of which no column was mapped: the mapper's `native_layers`, or all
             layers where nothing was mapped.
+        n_recomputed: of the mapped tokens, those that the target then computed itself.
+        n_recomputed_of_row: `n_recomputed` row by row.
     """
 
     kv: KVCache
@@ -79,11 +107,13 @@ class HandOff:
     n_clamped: int
     n_mapped_of_row: tuple[int, ...]
     n_native_layers: int
+    n_recomputed: int
+    n_recomputed_of_row: tuple[int, ...]
 
     def select_rows(self, index: Sequence[int] | Tensor) -> HandOff:
         """Rows of the batch, repeats allowed, so that several continuations of one context make one batch.
 
-        The counts stay those of the whole hand-off, but for `n_mapped_of_row`.
+        The counts stay those of the whole hand-off, but for those row by row.
         """
         rows = torch.as_tensor(index, dtype=torch.long)
         return replace(
@@ -91,6 +121,7 @@ class HandOff:
             kv=self.kv.select_rows(rows),
             logits=self.logits[rows.to(self.logits.device)],
             n_mapped_of_row=tuple(self.n_mapped_of_row[row] for row in rows.tolist()),
+            n_recomputed_of_row=tuple(self.n_recomputed_of_row[row] for row in rows.tolist()),
         )
 
 
@@ -104,6 +135,9 @@ def transfer(
     hold_back: int = 1,
     native_head: int = 1,
     rope: str = "strip",
+    recompute_share: float = 0.0,
+    recompute_rule: str = "attention",
+    recompute_seed: int = 0,
     native_prefix: KVCache | None = None,
 ) -> HandOff:
     """Hand a context over: map the source's cache, let the target run the rest ([H] §3.4).
@@ -113,6 +147,9 @@ def transfer(
     A mapper with `native_layers` = m has the target run its first m layers over the whole context, for the
     price of m − 1 layers and one projection: their columns are exact, whatever becomes of mapped keys under
     `rope`, and feed the map of the layers above, as content keys (rotated ones under "coupled").
+    With `recompute_share` = r the target then runs the share r of the mapped tokens through all its layers,
+    over the cache as it was mapped: in each layer their own keys and values replace the mapped ones before
+    they attend to it. At r = 1 nothing mapped is left, and the cache is the target's own.
     A context that leaves nothing to map (one token, no more than `hold_back` and `native_head` cover, or a
     mapper of native layers alone) is a plain native run. Nothing given is changed.
 
@@ -122,7 +159,8 @@ def transfer(
             (`Mapper.fitted_for`) and is refused elsewhere; of one made in memory shapes alone are checked.
         target: the model that goes on.
         input_ids: (batch, tokens) the context; attention_mask: (batch, tokens), left padding only, or None.
-        hold_back, native_head, rope: see `TransferOptions`.
+        hold_back, native_head, rope, recompute_share, recompute_rule, recompute_seed: see `TransferOptions`,
+            whose fields these are: `transfer(..., **dataclasses.asdict(options))`.
         native_prefix: the target's own cache of the first q tokens of each row (or one row that serves all),
             used as it is; `native_head` then only counts what it exceeds q by. That it holds these tokens
             is the caller's to know: a cache carries no ids. Native layers read its tokens again.
@@ -134,8 +172,9 @@ def transfer(
         TransferError: naming the mismatch, or the layer whose mapped keys or values are not finite.
         MapperMismatch: a mapper of other shapes than source or target, or one fitted for other models or
             for another RoPE strategy ("strip" and "no_rerotate" share one fit).
+        UnsupportedModel: tokens to recompute, and a target whose attention takes no mask.
     """
-    options = TransferOptions(hold_back, native_head, rope)
+    options = TransferOptions(hold_back, native_head, rope, recompute_share, recompute_rule, recompute_seed)
     context = read_context(target, input_ids, attention_mask, options.hold_back)
     check_parts(source_kv, mapper, target, context, options.rope)
     n_layers = len(mapper.target_shape)
@@ -148,19 +187,39 @@ def transfer(
     rotations = target.rotations(context.length)
     columns = split_columns(context, own)
     made, n_clamped = map_columns(source_kv, mapper, target, columns, options.rope, rotations)
-    n_native = int(own.sum())
-    n_mapped_of_row = tuple((context.n_cut - own).tolist())
-    n_mapped = sum(n_mapped_of_row)
+    joined = join_columns(target, columns, head, made, rotations)
+    cut, recomputed = _recomputed(target, columns, joined, mapper.native_layers, options)
+    mapped = tuple((context.n_cut - own).tolist())
+    n_native, n_mapped, n_recomputed = int(own.sum()), sum(mapped), sum(recomputed)
     cut = replace(
-        join_columns(target, columns, head, made, rotations),
-        exact=n_mapped == 0 and (head is None or head.exact),
-        owner=target.identity if n_mapped == 0 else None,
-        mixed=options.rope == "no_rerotate" and n_mapped > 0,
+        cut,
+        exact=n_mapped == n_recomputed and (head is None or head.exact),
+        owner=target.identity if n_mapped == n_recomputed else None,
+        mixed=options.rope == "no_rerotate" and n_mapped > n_recomputed,
     )
     logits, kv = _run_tail(target, context, cut)
-    n_tail = int(context.mask.sum()) - n_native - n_mapped
-    n_exact = mapper.native_layers if n_mapped else n_layers
-    return HandOff(kv, logits, n_mapped, n_native, n_tail, n_clamped, n_mapped_of_row, n_exact)
+    return HandOff(
+        kv,
+        logits,
+        n_mapped=n_mapped,
+        n_native_head=n_native,
+        n_hold_back=int(context.mask.sum()) - n_native - n_mapped,
+        n_clamped=n_clamped,
+        n_mapped_of_row=mapped,
+        n_native_layers=mapper.native_layers if n_mapped else n_layers,
+        n_recomputed=n_recomputed,
+        n_recomputed_of_row=recomputed,
+    )
+
+
+def _recomputed(
+    target: LoadedModel, columns: Columns, kv: KVCache, native_layers: int, options: TransferOptions
+) -> tuple[KVCache, tuple[int, ...]]:
+    """The cache with the tokens recomputed that the options ask for, and how many of each row."""
+    turned = options.rope != "no_rerotate"
+    # a rule may run the target on the cache, which is not yet its own
+    handed = Handed(target, columns, replace(kv, exact=False), native_layers, turned, options.recompute_seed)
+    return recompute(handed, options.recompute_share, options.recompute_rule)
 
 
 def native(
@@ -199,7 +258,8 @@ def native(
     n_native = int(context.n_cut.sum())
     n_tail = int(context.mask.sum()) - n_native
     n_layers = target.geometry.n_layers
-    return HandOff(kv, logits, 0, n_native, n_tail, 0, (0,) * context.ids.shape[0], n_layers)
+    none = (0,) * context.ids.shape[0]
+    return HandOff(kv, logits, 0, n_native, n_tail, 0, none, n_layers, 0, none)
 
 
 def _run_tail(target: LoadedModel, context: Context, cut: KVCache | None) -> tuple[Tensor, KVCache]:
