@@ -392,6 +392,7 @@ def _texts(cfg: Config) -> Iterator[str]:
         elif text.kind == "hf" and not text.name:
             yield f"{key}.name is not set: {key}.kind=hf reads a dataset; set {key}.name=<dataset id>"
     evaluation = cfg.evaluation
+    yield from _perplexity_room(cfg)
     asked = (
         evaluation.world.n_per_kind,
         evaluation.jsonl.paths,
@@ -399,13 +400,28 @@ def _texts(cfg: Config) -> Iterator[str]:
         evaluation.perplexity.n_sequences,
         evaluation.conversation.limit != 0,
         evaluation.tasks,
+        evaluation.cost.lengths,
     )
     long_context_asked = evaluation.long_context.n_needles or evaluation.long_context.n_sequences
     if "evaluate" in cfg.stages and not any(asked) and not long_context_asked:
         yield (
             "stages names evaluate, but evaluation asks nothing: set evaluation.world.n_per_kind, "
-            "evaluation.jsonl.paths, evaluation.tasks or evaluation.perplexity.n_sequences, take "
-            "evaluation=long, or leave the stage out"
+            "evaluation.jsonl.paths, evaluation.tasks, evaluation.perplexity.n_sequences, "
+            "evaluation.conversation.limit or evaluation.cost.lengths, take evaluation=long, or leave the "
+            "stage out"
+        )
+
+
+def _perplexity_room(cfg: Config) -> Iterator[str]:
+    """Sequences of perplexity and relay are not cut, so they have to fit what a context may be at most."""
+    evaluation, perplexity = cfg.evaluation, cfg.evaluation.perplexity
+    length = perplexity.prefix_tokens + perplexity.continuation_tokens
+    asked = "evaluate" in cfg.stages and perplexity.n_sequences > 0
+    if asked and evaluation.max_tokens is not None and length > evaluation.max_tokens:
+        yield (
+            f"evaluation.max_tokens={evaluation.max_tokens}: evaluation.perplexity.prefix_tokens + "
+            f"continuation_tokens = {length} tokens do not fit, and its sequences are not cut; raise the "
+            "one, lower the others, or set evaluation.perplexity.n_sequences=0"
         )
 
 

@@ -20,11 +20,14 @@ from kvmap.errors import KvmapError
 from kvmap.evaluation import statistics
 from kvmap.evaluation.run_groups import Group, find_runs, finished, group_runs
 from kvmap.evaluation.run_tables import (
+    AVERAGES,
     MEASURES,
     ItemId,
     ItemMeasure,
     Scored,
+    add_measure_arguments,
     interval,
+    measures_asked,
     read_scores,
     text_table,
     written,
@@ -35,8 +38,6 @@ from kvmap.files import write_csv
 
 Row: TypeAlias = dict[str, Any]
 Table: TypeAlias = dict[str, dict[ItemId, Scored]]
-
-AVERAGE = "average"
 
 
 def aggregate(
@@ -100,7 +101,7 @@ def _measure_rows(
         yield from _rows(measure, task, together[-1], apart[-1], shared)
     if len(tasks) > 1:
         of_runs = [_average([of_task[run] for of_task in apart]) for run in range(len(tables))]
-        yield from _rows(measure, AVERAGE, _average(together), of_runs, shared_by_all)
+        yield from _rows(measure, measure.average, _average(together), of_runs, shared_by_all)
 
 
 def _answered_by_all(table: Table, arms: Sequence[str]) -> dict[ItemId, str]:
@@ -180,7 +181,7 @@ def _estimates(measure: ItemMeasure, scores: Scores) -> Iterator[tuple[str, str,
         if measure.name == "nll_nats" and arm != "no_context" and "no_context" in scores.arms:
             what = "what the context is worth to the target"
             yield arm, "context_carried", scores.ratio(("no_context", arm), ("no_context", "target"), what)
-        if measure.binary:
+        if measure.accuracy:
             prefix = "generated_" if measure.name == "generated_accuracy" else ""
             floor = not prefix and CHANCE in scores.value
             for name, estimate in kept_of_target(scores, arm, floor=floor):
@@ -189,11 +190,12 @@ def _estimates(measure: ItemMeasure, scores: Scores) -> Iterator[tuple[str, str,
 
 def report(group: Group, rows: Sequence[Row]) -> str:
     """A group's rows as a table for people: the mapped arm by task, every arm on average over tasks."""
-    averaged = {row["metric"] for row in rows if row["task"] == AVERAGE}
+    averages = {"average", *AVERAGES.values()}
+    averaged = {row["metric"] for row in rows if row["task"] in averages}
     shown = [
         row
         for row in rows
-        if row["task"] == AVERAGE or row["arm"] == "mapped" or row["metric"] not in averaged
+        if row["task"] in averages or row["arm"] == "mapped" or row["metric"] not in averaged
     ]
     columns = ["metric", "task", "arm", "mean", "SD of seeds", "95 % interval", "seeds", "items"]
     cells = [
@@ -222,23 +224,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--over",
         default="seed",
-        help="settings to take together, by commas: full keys (mapper.seed) or a last part (default: seed)",
+        help="settings to take together, by commas: full keys (mapper.seed) or a last part (default: seed, "
+        "which is all that end in .seed or _seed, but for those that change no result)",
     )
     parser.add_argument("--resamples", type=int, default=statistics.N_RESAMPLES, help="of the bootstrap")
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
     parser.add_argument("--csv", type=Path, help="where to write all rows; a sweep's go to its aggregate.csv")
+    add_measure_arguments(parser)
     given = parser.parse_args(arguments)
     try:
+        measures = measures_asked(given)
         found = find_runs(given.directories)
         runs = finished(found)
         if len(runs) < len(found):
             print(f"left out: {len(found) - len(runs)} runs that are not finished")
         groups = group_runs(runs, given.over.split(","))
         if repeated := len(runs) - sum(len(group.runs) for group in groups):
-            print(f"left out: {repeated} runs whose settings and seeds a later run has too")
+            print(
+                f"left out: {repeated} runs that are no draw of their own: a later run has their settings "
+                "and seeds, or their mapper and items"
+            )
         everything: list[Row] = []
         for group in groups:
-            rows = aggregate(group.runs, n_resamples=given.resamples, seed=given.seed)
+            rows = aggregate(group.runs, measures=measures, n_resamples=given.resamples, seed=given.seed)
             everything += [group.settings | row for row in rows]
             print(report(group, rows), end="\n\n")
         file = given.csv or _sweep_file(given.directories)

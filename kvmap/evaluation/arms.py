@@ -25,6 +25,7 @@ from torch import Tensor
 from kvmap.data import prompt_prefix
 from kvmap.errors import KvmapError
 from kvmap.evaluation.encoding import left_pad
+from kvmap.evaluation.stopwatch import SOURCE_PREFILL, Stopwatch
 from kvmap.files import load_tensors, save_tensors
 from kvmap.mappers import Mapper
 from kvmap.models.cache import KVCache
@@ -172,18 +173,34 @@ def check_something_maps(
 
 
 def read_source(
-    source: LoadedModel, batch: Batch, arms: Mapping[str, Mapper | None], options: TransferOptions
+    source: LoadedModel,
+    batch: Batch,
+    arms: Mapping[str, Mapper | None],
+    options: TransferOptions,
+    watch: Stopwatch | None = None,
 ) -> tuple[KVCache | None, HandOff | None]:
     """One prefill of the source, whatever the arms.
+
+    Args:
+        source: the model.
+        batch: what it reads.
+        arms: the arms that are asked.
+        options: how a cache is transferred.
+        watch: takes the time of the prefill, and apart from it that of the arm `source`.
 
     Returns:
         Its cache, shared by all arms that map it; None where none does. And the source alone on that same
         cache; None without the arm `source`.
     """
-    cache = prefill(source, batch.input_ids, batch.attention_mask)
+    watch = watch or Stopwatch()
+    with watch.lap(SOURCE_PREFILL, source, batch.index):
+        cache = prefill(source, batch.input_ids, batch.attention_mask)
     own = None
     if "source" in arms:
-        own = native(source, batch.input_ids, batch.attention_mask, hold_back=options.hold_back, cache=cache)
+        with watch.lap("source", source, batch.index):
+            own = native(
+                source, batch.input_ids, batch.attention_mask, hold_back=options.hold_back, cache=cache
+            )
     maps = any(mapper is not None for mapper in arms.values())
     return (cache if maps else None), own
 

@@ -29,6 +29,7 @@ from kvmap.evaluation.encoding import EncodedItem, encode_item
 from kvmap.evaluation.items import Item
 from kvmap.evaluation.judging import ItemResult, judge
 from kvmap.evaluation.limits import context_limit
+from kvmap.evaluation.stopwatch import Stopwatch
 from kvmap.mappers import Mapper
 from kvmap.models.pair import LoadedModel, ModelPair
 from kvmap.progress import track
@@ -63,6 +64,7 @@ def evaluate_items(
     stop: Sequence[str] = (),
     sequential: bool = False,
     answers: Mapping[str, Answers] | None = None,
+    watch: Stopwatch | None = None,
     progress: Progress = track,
     on_batch: Callable[[list[ItemResult]], None] | None = None,
 ) -> list[ItemResult]:
@@ -86,6 +88,7 @@ def evaluate_items(
         answers: what is kept of each arm's answers under these very settings: an arm is asked only what it
             has not answered yet, and what it answers is added before `on_batch` is called. An arm that is
             not named here is asked everything.
+        watch: takes each arm's time: its hand-off made, and continued to every choice and answer.
         progress: wraps the loop over batches.
         on_batch: called with results as they are had, so that none is lost; first with those kept.
 
@@ -108,6 +111,7 @@ def evaluate_items(
     encoded = [encode_item(tokenizer, item, limit, reserve=reserve) for item in items]
     check_something_maps(usable, (len(item.context_ids) for item in encoded), options)
     keys = [question_key(item, ids, generation) for item, ids in zip(items, encoded, strict=True)]
+    watch = watch or Stopwatch()
     books = {arm: (answers or {}).get(arm) or Answers.in_memory() for arm in usable}
     asked = _open_batches(books, keys, encoded, batch_size, pad_id_of(tokenizer))
     results = {
@@ -121,7 +125,7 @@ def evaluate_items(
 
     def keep(model: LoadedModel, batch: Batch, hand_offs: Iterable[tuple[str, HandOff]]) -> None:
         found: list[ItemResult] = []
-        for arm, hand_off in hand_offs:
+        for arm, hand_off in watch.hand_offs(model, batch.index, hand_offs):
             rows = score_batch(model, arm, hand_off, batch, items, encoded, generation)
             books[arm].add({keys[index]: _kept(row) for index, row in zip(batch.index, rows, strict=True)})
             results.update({(index, arm): row for index, row in zip(batch.index, rows, strict=True)})
@@ -133,7 +137,7 @@ def evaluate_items(
         wanted = {arm: usable[arm] for arm in asked[batch]}
         if "source" not in wanted and all(mapper is None for mapper in wanted.values()):
             return SourcePart(None)
-        kv, own = read_source(pair.source, batch, wanted, options)
+        kv, own = read_source(pair.source, batch, wanted, options, watch)
         if own is not None:
             keep(pair.source, batch, [("source", own)])
         return SourcePart(kv)

@@ -23,8 +23,11 @@ from kvmap.evaluation.run_tables import (
     ItemId,
     ItemMeasure,
     Scored,
+    add_measure_arguments,
     check_same_content,
     interval,
+    is_binary,
+    measures_asked,
     read_scores,
     run_record,
     settings_of,
@@ -37,7 +40,6 @@ from kvmap.files import write_csv
 
 Row: TypeAlias = dict[str, Any]
 
-AVERAGE = "average"
 NUMBERS = ("a", "b", "difference", "standard_error", "low", "high")
 OF_ANSWERS = ("mcnemar_p", "only_a_right", "only_b_right")
 _NOTHING: Row = dict.fromkeys(NUMBERS, math.nan) | dict.fromkeys(OF_ANSWERS)
@@ -71,7 +73,7 @@ def compare_runs(
     Returns:
         Rows {measure, task, a, b, difference, standard_error, low, high, mcnemar_p, only_a_right,
         only_b_right, n_pairs, n_only_a, n_only_b, n_cut_differently}; those about right and wrong answers are
-        None for a measure that is not. A task that only one run has is a row without pairs.
+        None where an item can be something between. A task that only one run has is a row without pairs.
 
     Raises:
         KvmapError: no such run or arm, items that differ in content, or nothing in common.
@@ -136,7 +138,7 @@ def _measure_rows(
     if len(scored) > 1:
         columns = {side: np.concatenate([column[side] for column in everything]) for side in ("a", "b")}
         counts = {name: sum(row[name] for row in rows) for name in counts}
-        yield _row(measure, AVERAGE, average(scored), columns) | counts
+        yield _row(measure, measure.average, average(scored), columns) | counts
 
 
 def _row(measure: ItemMeasure, task: str, scores: Scores, columns: Mapping[str, Floats]) -> Row:
@@ -144,7 +146,7 @@ def _row(measure: ItemMeasure, task: str, scores: Scores, columns: Mapping[str, 
     row: Row = {"measure": measure.name, "task": task, **_NOTHING}
     row |= {"a": scores.value["a"], "b": scores.value["b"], "difference": gap.value}
     row |= {"standard_error": gap.standard_error, "low": gap.low, "high": gap.high}
-    if measure.binary:
+    if measure.accuracy and is_binary(columns.values()):
         only_a, only_b = statistics.discordant(columns["a"], columns["b"])
         p = statistics.mcnemar(columns["a"], columns["b"])
         row |= {"mcnemar_p": p, "only_a_right": only_a, "only_b_right": only_b}
@@ -200,24 +202,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--resamples", type=int, default=statistics.N_RESAMPLES, help="of the bootstrap")
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
     parser.add_argument("--csv", type=Path, help="also write the rows to this file")
-    own = parser.add_argument_group("another table than those of questions and sequences")
-    own.add_argument(
-        "--table", help="tables/<TABLE>.csv, with the columns arm, content and those named below"
-    )
-    own.add_argument("--column", help="the measure: numbers, or True and False")
-    own.add_argument("--per", help="a column to divide it by")
-    own.add_argument("--id", default="id", help="columns that together tell items apart, by commas")
-    own.add_argument("--numbers", action="store_true", help="not right or wrong: no McNemar's test")
+    add_measure_arguments(parser)
     return parser
-
-
-def _measures(given: argparse.Namespace) -> Sequence[ItemMeasure]:
-    if given.table is None and given.column is None:
-        return MEASURES
-    if given.table is None or given.column is None:
-        raise KvmapError("--table and --column go together: which table, and which of its columns")
-    ids = tuple(given.id.split(","))
-    return [ItemMeasure(given.table, given.column, given.column, given.per, not given.numbers, ids)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -230,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given.run_b,
             arm=given.arm,
             arm_b=given.arm_b,
-            measures=_measures(given),
+            measures=measures_asked(given),
             n_resamples=given.resamples,
             seed=given.seed,
         )

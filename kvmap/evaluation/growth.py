@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvmap.data import TokenBlocks, prompt_prefix
 from kvmap.errors import KvmapError
-from kvmap.evaluation.answers import Answers, item_key, lacking
+from kvmap.evaluation.answers import CONTENT_CHARACTERS, Answers, item_key, lacking
 from kvmap.evaluation.arms import (
     Arms,
     Batch,
@@ -35,7 +35,7 @@ from kvmap.evaluation.arms import (
 )
 from kvmap.evaluation.limits import context_limit
 from kvmap.evaluation.long_context_windows import Growth, Piece, WindowSums, pieces_of, window_edges
-from kvmap.evaluation.perplexity import Predictions
+from kvmap.evaluation.perplexity import Predictions, sequence_key
 from kvmap.mappers import Mapper
 from kvmap.models.cache import KVCache
 from kvmap.models.capture import forward
@@ -96,10 +96,17 @@ def evaluate_growth(
     pieces = pieces_of(window_edges(n_added, n_windows))
     tokenizer = tokenizer_of(pair)
     keys = [_key(blocks, number, prefix_tokens, n_windows) for number in range(blocks.n_sequences)]
+    contents = [
+        sequence_key(blocks, n, prefix_tokens)[:CONTENT_CHARACTERS] for n in range(blocks.n_sequences)
+    ]
     books = {arm: (answers or {}).get(arm) or Answers.in_memory() for arm in usable}
     asked = _open_batches(books, keys, blocks, prefix_tokens, batch_size)
     grown = {
-        arm: {n: Growth.from_row(row) for n, key in enumerate(keys) if (row := book.get(key)) is not None}
+        arm: {
+            number: Growth.from_row(row, contents[number])
+            for number, key in enumerate(keys)
+            if (row := book.get(key)) is not None
+        }
         for arm, book in books.items()
     }
 
@@ -127,7 +134,10 @@ def evaluate_growth(
         streams = _streams(pair.target, tokenizer, batch, part, wanted, continuation(batch), pieces, options)
         found = _measure(streams, pieces, len(batch.index))
         for arm in asked[batch]:
-            new = dict(zip(batch.index, found[arm], strict=True))
+            new = {
+                number: replace(growth, content=contents[number])
+                for number, growth in zip(batch.index, found[arm], strict=True)
+            }
             # Without its KL a growth is not whole: the next run, with more room, is to have it.
             books[arm].add({keys[n]: growth.row() for n, growth in new.items() if growth.is_whole})
             grown[arm].update(new)

@@ -53,7 +53,9 @@ def needle_rows(
         _, pooled = summarise_items(
             [result for _, result in here], unavailable=unavailable, n_resamples=n_resamples, seed=seed
         )
-        pooled = [row for row in pooled if row["metric"] not in ("accuracy_norm", "n_truncated")]
+        pooled = [
+            row for row in pooled if row["metric"] not in ("accuracy_norm", "n_truncated", "n_unmapped")
+        ]
         arms += pooled
         cells = list(_accuracy_by_depth(here))
         for row in [{"depth": None, **row} for row in pooled] + cells:
@@ -110,7 +112,7 @@ def length_rows(
     for n_tokens, results in sorted(found.items()):
         where = {"n_tokens": n_tokens, "multiple": n_tokens / calibration_tokens}
         _, here = summarise_perplexity(results, task=f"length_{n_tokens}", n_resamples=n_resamples, seed=seed)
-        here = [row for row in here if row["metric"] != "perplexity"]
+        here = [row for row in here if row["metric"] not in ("perplexity", "n_unmapped")]
         arms += here
         rows += [{**where, **{key: row[key] for key in row if key != "task"}} for row in here]
     return rows, arms
@@ -201,6 +203,7 @@ def growth_sequence_rows(found: Mapping[str, Sequence[Growth]]) -> list[Row]:
             "n_tokens": window.n_tokens,
             "kl_nats": window.kl,
             "agreement": window.agreement,
+            "content": growth.content,
         }
         for arm, sequences in found.items()
         for number, growth in enumerate(sequences)

@@ -56,9 +56,15 @@ class Window:
 
 @dataclass(frozen=True)
 class Growth:
-    """One sequence under one arm: its windows, in order, which together are the whole continuation."""
+    """One sequence under one arm.
+
+    Attributes:
+        windows: in order; together they are the whole continuation.
+        content: hash of the sequence's prefix and continuation, by which runs know that they grew the same.
+    """
 
     windows: tuple[Window, ...]
+    content: str = ""
 
     @property
     def is_whole(self) -> bool:
@@ -66,17 +72,17 @@ class Growth:
         return not any(math.isnan(window.kl) for window in self.windows)
 
     def row(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """The windows, as JSON can hold them."""
         return {"windows": [asdict(window) for window in self.windows]}
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> Growth:
-        """Inverse of `row`."""
+    def from_row(cls, row: Mapping[str, Any], content: str = "") -> Growth:
+        """Inverse of `row`, of a sequence with this content."""
         windows = [
             Window(**{**window, "drift": {kind: Drift(**drift) for kind, drift in window["drift"].items()}})
             for window in row["windows"]
         ]
-        return cls(tuple(windows))
+        return cls(tuple(windows), content)
 
 
 def window_edges(n_tokens: int, n_windows: int) -> tuple[int, ...]:

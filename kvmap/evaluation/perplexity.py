@@ -30,6 +30,7 @@ from kvmap.evaluation.arms import (
 )
 from kvmap.evaluation.limits import context_limit
 from kvmap.evaluation.sequence_scores import PerplexityResult, SequenceScore, result_of
+from kvmap.evaluation.stopwatch import Stopwatch
 from kvmap.mappers import Mapper
 from kvmap.models.cache import KVCache
 from kvmap.models.capture import forward
@@ -56,6 +57,7 @@ def evaluate_perplexity(
     sequential: bool = False,
     max_spill_bytes: int = 8 * 2**30,
     answers: Mapping[str, Answers] | None = None,
+    watch: Stopwatch | None = None,
     progress: Progress = track,
     on_batch: Callable[[dict[str, PerplexityResult]], None] | None = None,
 ) -> dict[str, PerplexityResult]:
@@ -78,6 +80,8 @@ def evaluate_perplexity(
         answers: what is kept of each arm's scores under these very settings: an arm scores only sequences it
             has not scored yet, and adds them. The target reads again what it is to be compared with. An arm
             that is not named here scores everything.
+        watch: takes each arm's time: its hand-off made, and the continuation predicted from it. That of
+            comparing predictions is nobody's.
         progress: wraps the loop over batches.
         on_batch: called with results as they are had, so that none is lost; first with those kept.
 
@@ -95,6 +99,7 @@ def evaluate_perplexity(
     tokenizer = tokenizer_of(pair)
     n_scored = blocks.n_sequences * (blocks.length - prefix_tokens - 1)
     keys = [sequence_key(blocks, number, prefix_tokens) for number in range(blocks.n_sequences)]
+    watch = watch or Stopwatch()
     books = {arm: (answers or {}).get(arm) or Answers.in_memory() for arm in usable}
     asked = _open_batches(books, keys, blocks, prefix_tokens, batch_size)
     scored = {
@@ -114,10 +119,13 @@ def evaluate_perplexity(
         if "source" not in wanted and all(mapper is None for mapper in wanted.values()):
             return SourcePart(None)
         stream: Iterator[Predictions] = iter(())
-        kv, own = read_source(pair.source, batch, wanted, options)
+        kv, own = read_source(pair.source, batch, wanted, options, watch)
         if own is not None:
             keep_all = not sequential or 4 * n_scored * pair.source.geometry.vocab_size <= max_spill_bytes
-            stream = predictions(pair.source, own.kv, _continuation(blocks, batch, prefix_tokens), keep_all)
+            continued = predictions(
+                pair.source, own.kv, _continuation(blocks, batch, prefix_tokens), keep_all
+            )
+            stream = watch.stream("source", pair.source, batch.index, continued)
         return SourcePart(kv, stream)
 
     @cache
@@ -127,8 +135,10 @@ def evaluate_perplexity(
     def target_pass(batch: Batch, part: SourcePart) -> None:
         wanted = {arm: on_target()[arm] for arm in usable if arm in asked[batch] or arm == "target"}
         continuation = _continuation(blocks, batch, prefix_tokens)
-        streams = _streams(pair.target, tokenizer, batch, part, wanted, continuation, options)
-        scores = _score(streams, len(batch.index))
+        streams, n_mapped = _streams(
+            pair.target, tokenizer, batch, part, wanted, continuation, options, watch
+        )
+        scores = _score(streams, n_mapped, len(batch.index))
         found = {arm: dict(zip(batch.index, scores[arm], strict=True)) for arm in asked[batch]}
         for arm, rows in found.items():
             # Without its KL a score is not whole: the next run, with more room, is to have it.
@@ -256,27 +266,38 @@ def _streams(
     arms: Mapping[str, Mapper | None],
     continuation: Tensor,
     options: TransferOptions,
-) -> dict[str, Iterator[Predictions]]:
-    """Every arm's predictions, to be read side by side: no arm's whole distributions are ever held."""
+    watch: Stopwatch,
+) -> tuple[dict[str, Iterator[Predictions]], dict[str, tuple[int, ...]]]:
+    """Every arm's predictions, to be read side by side: no arm's whole distributions are ever held.
+
+    And how many tokens of each row were mapped, by arm; arms that hand nothing over are left out.
+    """
     with_cache = {arm: mapper for arm, mapper in arms.items() if arm != "no_context"}
-    streams = {
-        arm: predictions(target, hand_off.kv, continuation)
-        for arm, hand_off in target_hand_offs(target, tokenizer, batch, with_cache, part.cache, options)
-    }
+    made = target_hand_offs(target, tokenizer, batch, with_cache, part.cache, options)
+    known: dict[str, KVCache | None] = {}
+    n_mapped: dict[str, tuple[int, ...]] = {}
+    for arm, hand_off in watch.hand_offs(target, batch.index, made):
+        known[arm], n_mapped[arm] = hand_off.kv, hand_off.n_mapped_of_row
     if "no_context" in arms:
         prefix = prompt_prefix(tokenizer)
-        kv = None
-        if prefix:
-            kv = forward(target, torch.tensor([prefix] * len(batch.index)), None)[1]
-        streams["no_context"] = predictions(target, kv, continuation)
+        with watch.lap("no_context", target, batch.index):
+            ids = torch.tensor([prefix] * len(batch.index))
+            known["no_context"] = forward(target, ids, None)[1] if prefix else None
+    streams = {
+        arm: watch.stream(arm, target, batch.index, predictions(target, kv, continuation))
+        for arm, kv in known.items()
+    }
     if "source" in arms:
         streams["source"] = iter(part.stream)
-    return {arm: streams[arm] for arm in arms}
+    return {arm: streams[arm] for arm in arms}, n_mapped
 
 
-def _score(streams: Mapping[str, Iterator[Predictions]], n_rows: int) -> dict[str, list[SequenceScore]]:
+def _score(
+    streams: Mapping[str, Iterator[Predictions]], n_mapped: Mapping[str, tuple[int, ...]], n_rows: int
+) -> dict[str, list[SequenceScore]]:
     """Adds up what each arm predicted, one chunk of all arms at a time."""
-    scores = {arm: [SequenceScore() for _ in range(n_rows)] for arm in streams}
+    none = (0,) * n_rows
+    scores = {arm: [SequenceScore(n_mapped=n) for n in n_mapped.get(arm, none)] for arm in streams}
     others = {arm: stream for arm, stream in streams.items() if arm != "target"}
     for native in streams["target"]:
         chunks = {"target": native} | {arm: next(stream) for arm, stream in others.items()}

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvmap.errors import KvmapError
-from kvmap.evaluation.run_tables import run_record, settings_of
+from kvmap.evaluation.run_tables import rows_of, run_record, settings_of
 
 NO_RESULT = (
     "study",
     "outputs",
     "threads",
     "stages",
+    "seed",
+    "evaluation.seed",
     "evaluation.reuse_answers",
     "evaluation.bootstrap_samples",
 )
-NO_RESULT_GROUPS = ("tracking.", "benchmark.", "diagnostics.")
-"""Settings that change no answer: runs that differ in them are of one configuration."""
+NO_RESULT_GROUPS = ("tracking.", "benchmark.", "diagnostics.", "evaluation.cost.")
+"""Settings that change no answer, the run's own seed and that of the bootstrap among them: runs that differ
+in them are of one configuration, and no second draw."""
 
 
 @dataclass(frozen=True)
@@ -79,32 +82,66 @@ def group_runs(runs: Sequence[Path], over: Sequence[str] = ("seed",)) -> list[Gr
 
     Args:
         runs: directories.
-        over: settings to take together: a full key (`mapper.seed`), or a last part (`seed`: every seed).
+        over: settings to take together: a full key (`mapper.seed`), or a last part (`seed`: every setting
+            that ends in `.seed` or `_seed`). `NO_RESULT` is never among them.
 
-    Of runs that agree in seeds too, the one that started last counts: it is no second draw.
+    Of runs that agree in seeds too, the one that started last counts: it is no second draw. Nor is one of
+    other seeds that came to nothing else, see `draw_of`.
     """
     started = {run: str(run_record(run)["started"]) for run in runs}
     settings = {run: settings_of(run_record(run)) for run in runs}
-    parts: dict[str, dict[str, Path]] = {}
+    parts: dict[str, dict[str, tuple[Path, str]]] = {}
     for run in sorted(runs, key=started.__getitem__):
-        rest = {k: v for k, v in settings[run].items() if not _is_over(k, over) and _matters(k)}
-        seeds = {key: value for key, value in settings[run].items() if _is_over(key, over)}
-        parts.setdefault(_canonical(rest), {})[_canonical(seeds)] = run
+        used = {key: value for key, value in settings[run].items() if _matters(key)}
+        rest = {key: value for key, value in used.items() if not _is_over(key, over)}
+        seeds = _canonical({key: value for key, value in used.items() if _is_over(key, over)})
+        parts.setdefault(_canonical(rest), {})[draw_of(run, settings[run]) or seeds] = run, seeds
     configurations = [json.loads(rest) for rest in parts]
     names = dict.fromkeys(name for configuration in configurations for name in configuration)
     varied = [n for n in names if len({_canonical(c.get(n)) for c in configurations}) > 1]
     return [
         Group(
             settings={name: configuration.get(name) for name in varied},
-            seeds=tuple(json.loads(seeds) for seeds in by_seed),
-            runs=tuple(by_seed.values()),
+            seeds=tuple(json.loads(seeds) for _, seeds in by_draw.values()),
+            runs=tuple(run for run, _ in by_draw.values()),
         )
-        for configuration, by_seed in zip(configurations, parts.values(), strict=True)
+        for configuration, by_draw in zip(configurations, parts.values(), strict=True)
     ]
 
 
+def draw_of(run: Path, settings: Mapping[str, Any]) -> str | None:
+    """What a run's seeds have come to; two runs of one configuration that agree in it are one draw.
+
+    It is the key of the mapper, what every item of its tables asked, and those seeds that change answers and
+    neither of these: of recompute where it draws, and of few-shot examples. The control `random` is drawn by
+    the mapper's seed, but its draws are none of the mapper's.
+
+    Returns:
+        None where the run's record names no mapper.
+    """
+    mapper = run_record(run)["facts"].get("artifacts", {}).get("mapper")
+    if mapper is None:
+        return None
+    asked: set[tuple[str, ...]] = set()
+    for table in sorted((run / "tables").glob("*.csv")):
+        asked |= {(table.stem, row.get("task") or "", row["content"]) for row in rows_of(table, "content")}
+    return _canonical({"mapper": mapper, "asked": sorted(asked), "seeds": _acting_seeds(settings)})
+
+
+def _acting_seeds(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Seeds by which runs with one mapper and the same items may still answer differently."""
+    acting = []
+    if settings.get("transfer.recompute_share") and settings.get("transfer.recompute_rule") == "random":
+        acting.append("transfer.recompute_seed")
+    if settings.get("evaluation.tasks"):
+        acting.append("evaluation.fewshot_seed")
+    return {name: settings.get(name) for name in acting}
+
+
 def _is_over(name: str, over: Sequence[str]) -> bool:
-    return any(name == key or ("." not in key and name.rsplit(".", 1)[-1] == key) for key in over)
+    """Whether a setting is one of those; a last part also stands for what ends in an underscore and it."""
+    last = name.rsplit(".", 1)[-1]
+    return any(name == key or ("." not in key and (last == key or last.endswith(f"_{key}"))) for key in over)
 
 
 def _matters(name: str) -> bool:

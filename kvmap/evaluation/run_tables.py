@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from kvmap.errors import KvmapError
+from kvmap.evaluation.statistics import Floats
 from kvmap.files import read_json
 
 ItemId: TypeAlias = tuple[str, str]
@@ -25,28 +29,37 @@ class ItemMeasure:
         column: whose numbers, or True and False.
         name: what its mean is called.
         per: column to divide by; None: none.
-        binary: right or wrong, so that McNemar's test applies.
+        accuracy: a share of what is right, of which ratios to the target's make sense, and McNemar's test
+            where every item is right or wrong.
         ids: columns that together are an item's id.
+        task: column whose values part items into tasks.
     """
 
     table: str
     column: str
     name: str
     per: str | None = None
-    binary: bool = True
+    accuracy: bool = True
     ids: tuple[str, ...] = ("id",)
+    task: str = "task"
+
+    @property
+    def average(self) -> str:
+        """What the average over tasks is called, as in the run's own metrics."""
+        return AVERAGES.get(self.table, "average")
 
 
 MEASURES = (
     ItemMeasure("items", "correct", "accuracy"),
     ItemMeasure("items", "correct_norm", "accuracy_norm"),
     ItemMeasure("items", "generated_correct", "generated_accuracy"),
-    ItemMeasure("tasks_items", "accuracy", "tasks_accuracy", binary=False),
-    ItemMeasure("sequences", "nll_nats", "nll_nats", per="n_tokens", binary=False, ids=("sequence",)),
+    ItemMeasure("tasks_items", "accuracy", "tasks_accuracy"),
+    ItemMeasure("sequences", "nll_nats", "nll_nats", per="n_tokens", accuracy=False, ids=("sequence",)),
 )
-"""Of questions and of sequences; the latter's task is `perplexity`."""
+"""Of questions, of lm-eval's tasks, and of sequences; the latter's task is `perplexity`."""
 
 TASKS = {"sequences": "perplexity"}
+AVERAGES = {"tasks_items": "tasks_average"}
 
 
 @dataclass(frozen=True)
@@ -100,18 +113,21 @@ def read_scores(directory: Path, measure: ItemMeasure) -> dict[str, dict[ItemId,
     Raises:
         KvmapError: a table that lacks a column by which items are told apart, or that has an item twice.
     """
-    rows = _rows(Path(directory) / "tables" / f"{measure.table}.csv")
+    rows = rows_of(Path(directory) / "tables" / f"{measure.table}.csv")
     found: dict[str, dict[ItemId, Scored]] = {}
     for row in rows:
         if row.get(measure.column) in (None, ""):
             continue
-        needed = ["arm", "content", *measure.ids, *([measure.per] if measure.per else [])]
+        parted = measure.task != "task"
+        needed = ["arm", "content", *measure.ids, *[name for name in (measure.per,) if name]]
+        needed += [measure.task] if parted else []
         if missing := [name for name in needed if not row.get(name)]:
             raise KvmapError(
                 f"{directory}: table {measure.table} has no {' and no '.join(missing)}, so that its items "
                 "cannot be told from others'; evaluate again with this version of kvmap"
             )
-        task = row.get("task") or TASKS.get(measure.table, measure.table)
+        task = row.get(measure.task) or TASKS.get(measure.table, measure.table)
+        task = f"{measure.task}={task}" if parted else task
         item = task, "/".join(row[name] for name in measure.ids)
         of_arm = found.setdefault(row["arm"], {})
         if item in of_arm:
@@ -124,6 +140,41 @@ def read_scores(directory: Path, measure: ItemMeasure) -> dict[str, dict[ItemId,
             chance=1 / len(row["logliks"].split()) if row.get("logliks") else math.nan,
         )
     return found
+
+
+def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that name another table than those of `MEASURES`."""
+    own = parser.add_argument_group("another table than those of questions, tasks and sequences")
+    own.add_argument(
+        "--table", help="tables/<TABLE>.csv, with the columns arm, content and those named below"
+    )
+    own.add_argument("--column", help="the measure: numbers, or True and False")
+    own.add_argument("--per", help="a column to divide it by")
+    own.add_argument("--id", default="id", help="columns that together tell items apart, by commas")
+    own.add_argument("--task", default="task", help="a column that parts items into tasks (default: task)")
+    own.add_argument(
+        "--numbers", action="store_true", help="no accuracy: no ratios to the target's, no tests"
+    )
+
+
+def measures_asked(given: argparse.Namespace) -> Sequence[ItemMeasure]:
+    """The measure that the options of `add_measure_arguments` name; `MEASURES` where they name none.
+
+    Raises:
+        KvmapError: a table without a column, or the other way round.
+    """
+    if given.table is None and given.column is None:
+        return MEASURES
+    if given.table is None or given.column is None:
+        raise KvmapError("--table and --column go together: which table, and which of its columns")
+    ids = tuple(given.id.split(","))
+    accuracy = not given.numbers
+    return [ItemMeasure(given.table, given.column, given.column, given.per, accuracy, ids, given.task)]
+
+
+def is_binary(columns: Iterable[Floats]) -> bool:
+    """Whether every value is right (1) or wrong (0), and nothing between."""
+    return all(bool(np.isin(column, (0.0, 1.0)).all()) for column in columns)
 
 
 def check_same_content(what: str, first: Mapping[ItemId, Scored], second: Mapping[ItemId, Scored]) -> None:
@@ -177,11 +228,13 @@ def _is_numeric(cell: str) -> bool:
     return cell[:1].isdigit() or cell[:1] in "[-–"
 
 
-def _rows(file: Path) -> list[dict[str, str]]:
+def rows_of(file: Path, column: str | None = None) -> list[dict[str, str]]:
+    """Rows of a table; none where there is no such file, or where it lacks a column that is named."""
     if not file.is_file():
         return []
     with file.open(encoding="utf-8", newline="") as stream:
-        return list(csv.DictReader(stream))
+        reader = csv.DictReader(stream)
+        return [] if column is not None and column not in (reader.fieldnames or ()) else list(reader)
 
 
 def _number(text: str) -> float:

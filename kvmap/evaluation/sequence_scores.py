@@ -24,6 +24,7 @@ class PerplexityResult:
         sequence: number of each sequence among the blocks; empty: all of them, in order.
         content: hash of each sequence's prefix and continuation, by which runs know that they scored the
             same; empty where it is not known.
+        n_mapped: prefix tokens that were mapped; empty where it is not known.
     """
 
     arm: str
@@ -33,6 +34,7 @@ class PerplexityResult:
     agreement: tuple[int, ...]
     sequence: tuple[int, ...] = ()
     content: tuple[str, ...] = ()
+    n_mapped: tuple[int, ...] = ()
 
     @property
     def nll_sum(self) -> float:
@@ -49,7 +51,10 @@ class PerplexityResult:
         """One row per sequence."""
         n = len(self.nll)
         numbers, contents = self.sequence or range(n), self.content or ("",) * n
-        columns = zip(numbers, contents, self.nll, self.n_tokens, self.kl, self.agreement, strict=True)
+        mapped = self.n_mapped or (None,) * n
+        columns = zip(
+            numbers, contents, mapped, self.nll, self.n_tokens, self.kl, self.agreement, strict=True
+        )
         return [
             {
                 "arm": self.arm,
@@ -58,20 +63,22 @@ class PerplexityResult:
                 "n_tokens": n_tokens,
                 "kl_nats": kl,
                 "agreement": same,
+                "n_mapped": n_mapped,
                 "content": content,
             }
-            for number, content, nll, n_tokens, kl, same in columns
+            for number, content, n_mapped, nll, n_tokens, kl, same in columns
         ]
 
 
 @dataclass
 class SequenceScore:
-    """Sums over the scored tokens of one sequence under one arm."""
+    """Sums over the scored tokens of one sequence under one arm, and how many of its prefix were mapped."""
 
     nll: float = 0.0
     n_tokens: int = 0
     kl: float = 0.0
     agreement: int = 0
+    n_mapped: int = 0
 
 
 def result_of(arm: str, rows: Mapping[int, SequenceScore], keys: Sequence[str]) -> PerplexityResult:
@@ -85,5 +92,6 @@ def result_of(arm: str, rows: Mapping[int, SequenceScore], keys: Sequence[str]) 
         kl=tuple(row.kl for row in ordered),
         agreement=tuple(row.agreement for row in ordered),
         sequence=tuple(numbers),
+        n_mapped=tuple(row.n_mapped for row in ordered),
         content=tuple(keys[number][:CONTENT_CHARACTERS] for number in numbers),
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvmap.evaluation import statistics
+from kvmap.evaluation.arms import MAPPERLESS
 from kvmap.evaluation.judging import ItemResult
 from kvmap.evaluation.scores import CHANCE, Scores, average, kept_of_target, scores_of
 from kvmap.evaluation.sequence_scores import PerplexityResult
@@ -35,6 +36,9 @@ def summarise_items(
     * floor_retention: (acc(arm) − chance) / (acc(target) − chance)
     * gain_recovered: (acc(arm) − acc(source)) / (acc(target) − acc(source))
     * accuracy_minus_target, accuracy_minus_source: the plain differences, on the same items
+    * n_truncated: items whose context was cut, the same for all arms
+    * n_unmapped: items of which an arm that maps mapped nothing, since native tokens cover the context: there
+      it is the target itself
     * mcnemar_p, mcnemar_source_p: McNemar's exact test against the target and against the source alone; the
       row's note counts the items that only one of the two got right. On average over tasks, of all items
 
@@ -75,6 +79,8 @@ def summarise_items(
     for task, table in tasks.items():
         truncated = [float(next(iter(row.values())).n_truncated > 0) for row in table.values()]
         rows.append(_row(task, ALL_ARMS, "n_truncated", Estimate(sum(truncated), len(truncated))))
+        for arm in next(iter(table.values())):
+            rows += _unmapped_rows(task, arm, [row[arm].n_mapped for row in table.values()])
         rows += _unavailable_rows(task, "accuracy", unavailable)
     return _summary(rows)
 
@@ -89,7 +95,8 @@ def summarise_perplexity(
 ) -> Summary:
     """Perplexity, context carried, KL from native and top-1 agreement of every arm.
 
-    nll_minus_target_nats and nll_minus_source_nats are differences of NLL per token on the same sequences.
+    nll_minus_target_nats and nll_minus_source_nats are differences of NLL per token on the same sequences;
+    n_unmapped is as in `summarise_items`.
     Intervals are over sequences. Perplexity's error is exp(mean)·(error of the mean), its interval the
     exponential of the mean's.
 
@@ -106,6 +113,7 @@ def summarise_perplexity(
     rows: list[Row] = []
     for arm, result in results.items():
         rows += _perplexity_rows(task, arm, result)
+        rows += _unmapped_rows(task, arm, result.n_mapped)
     settings = {"n_resamples": n_resamples, "seed": seed}
     for arm, result in results.items():
         for other in ("target", "source"):
@@ -186,6 +194,13 @@ def _per_token(result: PerplexityResult) -> Floats:
 
 def _exponential(value: float) -> float:
     return math.nan if math.isnan(value) else math.exp(min(value, 700))
+
+
+def _unmapped_rows(task: str, arm: str, n_mapped: Sequence[int]) -> list[Row]:
+    """Of an arm that maps: of how many contexts it mapped nothing."""
+    if arm in MAPPERLESS or not n_mapped:
+        return []
+    return [_row(task, arm, "n_unmapped", Estimate(float(sum(n == 0 for n in n_mapped)), len(n_mapped)))]
 
 
 def _unavailable_rows(task: str, metric: str, reasons: Mapping[str, str] | None) -> list[Row]:

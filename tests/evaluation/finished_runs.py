@@ -11,6 +11,9 @@ CONFIG = {
     "outputs": "o",
     "seed": 0,
     "mapper": {"top_k": 4, "seed": 0},
+    "transfer": {"recompute_seed": 0},
+    "evaluation": {"seed": 0, "fewshot_seed": 1, "cost": {"seed": 0}},
+    "benchmark": {"seed": 0},
     "tracking": {"backend": "none"},
 }
 
@@ -47,7 +50,7 @@ def sequence_rows(arm, nll, *, n_tokens=10, contents=None):
     ]
 
 
-def write_run(directory, items=(), sequences=(), *, fails=False, tables=None, **settings):
+def write_run(directory, items=(), sequences=(), *, fails=False, tables=None, facts=None, **settings):
     """A finished run; `settings` change its configuration: `mapper={"seed": 1}`."""
     config = {
         key: {**value, **settings.get(key, {})} if isinstance(value, dict) else settings.get(key, value)
@@ -55,6 +58,7 @@ def write_run(directory, items=(), sequences=(), *, fails=False, tables=None, **
     }
     try:
         with Run(directory, "study", config, "none") as run:
+            run.note(**(facts or {}))
             for name, rows in {"items": items, "sequences": sequences, **(tables or {})}.items():
                 if rows:
                     run.table(name, rows)

@@ -135,17 +135,72 @@ class TestGroups:
             ["0", "1", "2", "3"],
             ["other-0", "other-1"],
         ]
-        assert groups[0].describe() == "mapper.top_k=4: 4 runs (mapper.seed=0,1,2,3; seed=0,1,2,3)"
+        assert groups[0].describe() == "mapper.top_k=4: 4 runs (mapper.seed=0,1,2,3)"
 
     def test_only_the_named_settings_are_taken_together(self, sweep):
         runs = finished(find_runs([sweep]))
-        assert len(group_runs(runs, ["mapper.seed"])) == 5
-        assert len(group_runs(runs, ["mapper.seed", "seed", "mapper.top_k"])) == 1
+        assert len(group_runs(runs, ["mapper.seed"])) == 2
+        assert len(group_runs(runs, ["mapper.top_k"])) == 4
+        assert len(group_runs(runs, ["mapper.seed", "mapper.top_k"])) == 1
 
     def test_what_changes_no_answer_parts_no_group(self, tmp_path, sweep):
-        again = write_run(tmp_path / "a", item_rows("easy", "mapped", TARGET), seed=9, outputs="elsewhere")
+        again = write_run(
+            tmp_path / "a", item_rows("easy", "mapped", TARGET), mapper={"seed": 9}, outputs="elsewhere"
+        )
         groups = group_runs([sweep / "0", again], ["seed"])
         assert [len(group.runs) for group in groups] == [2]
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"seed": 9},
+            {"evaluation": {"seed": 9}},
+            {"benchmark": {"seed": 9}},
+            {"evaluation": {"cost": {"seed": 9}}},
+        ],
+    )
+    def test_seeds_that_change_no_result_are_no_draws(self, tmp_path, sweep, changed):
+        again = write_run(tmp_path / "a", item_rows("easy", "mapped", TARGET), **changed)
+        (group,) = group_runs([sweep / "0", again])
+        assert group.runs == (again,)
+        (group,) = group_runs([sweep / "0", again], ["mapper.top_k"])
+        assert group.runs == (again,)
+
+    @pytest.mark.parametrize(
+        "changed", [{"transfer": {"recompute_seed": 9}}, {"evaluation": {"fewshot_seed": 9}}]
+    )
+    def test_seeds_of_other_names_are_draws(self, tmp_path, sweep, changed):
+        again = write_run(tmp_path / "a", item_rows("easy", "mapped", TARGET), **changed)
+        (group,) = group_runs([sweep / "0", again])
+        assert len(group.runs) == 2
+
+    @pytest.mark.parametrize(
+        ("mapper", "contents", "settings", "n_draws"),
+        [
+            ("key", None, {}, 1),
+            ("other", None, {}, 2),
+            ("key", [f"new-{n}" for n in range(N_ITEMS)], {}, 2),
+            ("key", None, {"recompute_share": 0.5, "recompute_rule": "attention", "recompute_seed": 1}, 1),
+            ("key", None, {"recompute_share": 0.5, "recompute_rule": "random", "recompute_seed": 1}, 2),
+        ],
+    )
+    def test_seeds_that_came_to_nothing_else_are_one_draw(
+        self, tmp_path, mapper, contents, settings, n_draws
+    ):
+        given = [("key", None, settings and settings | {"recompute_seed": 0}), (mapper, contents, settings)]
+        runs = [
+            write_run(
+                tmp_path / str(number),
+                item_rows("easy", "mapped", TARGET, contents=asked),
+                facts={"artifacts": {"mapper": key}},
+                mapper={"seed": number},
+                transfer=transfer,
+            )
+            for number, (key, asked, transfer) in enumerate(given)
+        ]
+        (group,) = group_runs(runs)
+        assert len(group.runs) == n_draws
+        assert runs[1] in group.runs
 
     def test_a_run_that_was_done_twice_is_one_draw(self, tmp_path, sweep):
         again = write_run(tmp_path / "a", item_rows("easy", "mapped", TARGET))
@@ -235,6 +290,34 @@ class TestAggregate:
         assert math.isnan(row["seed_sd"])
         assert row["standard_error"] == pytest.approx(MAPPED[0].std() / math.sqrt(N_ITEMS), rel=0.05)
 
+    def test_tasks_of_lm_eval_have_ratios_and_an_average_of_their_own(self, tmp_path):
+        def rows(task, arm, correct):
+            return [row | {"accuracy": float(row["correct"])} for row in item_rows(task, arm, correct)]
+
+        runs = [
+            write_run(
+                tmp_path / str(seed),
+                tables={
+                    "tasks_items": [
+                        row
+                        for task in ("arc", "gsm")
+                        for arm, column in (("target", TARGET), ("source", SOURCE), ("mapped", MAPPED[seed]))
+                        for row in rows(task, arm, column)
+                    ]
+                },
+                mapper={"seed": seed},
+            )
+            for seed in range(2)
+        ]
+        found = {(r["task"], r["arm"], r["metric"]): r for r in aggregate(runs, n_resamples=200)}
+        mapped = np.mean([column.mean() for column in MAPPED[:2]])
+        for task in ("arc", "tasks_average"):
+            assert found[task, "mapped", "tasks_accuracy"]["value"] == pytest.approx(mapped)
+            assert found[task, "mapped", "retention"]["value"] == pytest.approx(mapped / TARGET.mean())
+            gain = (mapped - SOURCE.mean()) / (TARGET.mean() - SOURCE.mean())
+            assert found[task, "mapped", "gain_recovered"]["value"] == pytest.approx(gain)
+        assert not any(task == "average" for task, _, _ in found)
+
     def test_runs_without_answers_are_refused(self, tmp_path):
         with pytest.raises(KvmapError, match="no answers in tables/items"):
             aggregate([write_run(tmp_path / "empty")])
@@ -245,7 +328,7 @@ class TestCommand:
         assert main([str(sweep)]) == 0
         out = capsys.readouterr().out
         assert "left out: 1 runs that are not finished" in out
-        assert "mapper.top_k=4: 4 runs (mapper.seed=0,1,2,3; seed=0,1,2,3)" in out
+        assert "mapper.top_k=4: 4 runs (mapper.seed=0,1,2,3)" in out
         assert "mapper.top_k=8: 2 runs (mapper.seed=0,1)" in out
         with (sweep / "aggregate.csv").open() as stream:
             found = list(csv.DictReader(stream))
@@ -254,8 +337,35 @@ class TestCommand:
 
     def test_named_runs_are_printed_alone(self, sweep, capsys, tmp_path):
         assert main([str(sweep / "0"), str(sweep / "1"), "--csv", str(tmp_path / "rows.csv")]) == 0
-        assert "one configuration: 2 runs (mapper.seed=0,1; seed=0,1)" in capsys.readouterr().out
+        assert "one configuration: 2 runs (mapper.seed=0,1)" in capsys.readouterr().out
         assert (tmp_path / "rows.csv").is_file()
+
+    def test_takes_another_table(self, tmp_path, capsys):
+        f1 = {seed: np.random.default_rng(seed).random(6) for seed in range(3)}
+        for seed, values in f1.items():
+            turns = [
+                {"arm": arm, "id": "1", "turn": n, "f1": value, "content": f"c{n}"}
+                for arm, column in (("target", np.full(6, 0.8)), ("mapped", values))
+                for n, value in enumerate(column)
+            ]
+            write_run(tmp_path / str(seed), tables={"conversations": turns}, mapper={"seed": seed})
+        asked = ["--table", "conversations", "--column", "f1", "--id", "id,turn"]
+        assert main([str(tmp_path), *asked, "--resamples", "100"]) == 0
+        with (tmp_path / "aggregate.csv").open() as stream:
+            rows = {(row["arm"], row["metric"]): row for row in csv.DictReader(stream)}
+        mean = np.mean([values.mean() for values in f1.values()])
+        assert float(rows["mapped", "f1"]["value"]) == pytest.approx(mean)
+        assert float(rows["mapped", "retention"]["value"]) == pytest.approx(mean / 0.8)
+        assert rows["mapped", "f1"]["n_seeds"] == "3"
+        assert main([str(tmp_path), *asked, "--resamples", "100", "--numbers"]) == 0
+        assert "retention" not in (tmp_path / "aggregate.csv").read_text()
+        assert main([str(tmp_path), "--table", "conversations"]) == 1
+        assert "--table and --column go together" in capsys.readouterr().err
+
+    def test_says_what_it_left_out(self, sweep, tmp_path, capsys):
+        again = write_run(tmp_path / "a", item_rows("easy", "mapped", TARGET), seed=7)
+        assert main([str(sweep / "0"), str(again)]) == 0
+        assert "left out: 1 runs that are no draw of their own" in capsys.readouterr().out
 
     def test_a_mistake_is_one_message(self, tmp_path, capsys):
         assert main([str(tmp_path)]) == 1

@@ -176,9 +176,36 @@ def test_any_table_with_items_and_contents_can_be_paired(tmp_path):
 
     first = write_run(tmp_path / "a", tables={"turns": turns([0.5, 1.0, 0.25])})
     second = write_run(tmp_path / "b", tables={"turns": turns([0.25, 1.0, 0.0])})
-    measure = ItemMeasure("turns", "f1", "f1", binary=False, ids=("conversation", "turn"))
+    measure = ItemMeasure("turns", "f1", "f1", ids=("conversation", "turn"))
     (row,) = compare_runs(first, second, measures=[measure])
     assert (row["task"], row["difference"], row["n_pairs"]) == ("turns", pytest.approx(1 / 6), 3)
+    assert row["mcnemar_p"] is None, "an F1 between 0 and 1 is neither right nor wrong"
+    by_turn = ItemMeasure("turns", "f1", "f1", ids=("conversation",), task="turn")
+    rows = compare_runs(first, second, measures=[by_turn])
+    assert [row["task"] for row in rows] == ["turn=0", "turn=1", "turn=2", "average"]
+
+
+def task_rows(task, correct):
+    """Rows of the table `tasks_items`."""
+    kept = ("task", "id", "arm", "logliks", "content")
+    rows = item_rows(task, "mapped", correct)
+    return [
+        {key: row[key] for key in kept} | {"accuracy": float(right)}
+        for row, right in zip(rows, correct, strict=True)
+    ]
+
+
+def test_right_and_wrong_of_lm_evals_tasks_are_tested_too(tmp_path):
+    runs = [
+        write_run(tmp_path / name, tables={"tasks_items": [*task_rows("arc", easy), *task_rows("gsm", hard)]})
+        for name, easy, hard in (("a", A, HARD_A), ("b", B, HARD_B))
+    ]
+    rows = {row["task"]: row for row in compare_runs(*runs)}
+    only_a, only_b = int((A & ~B).sum()), int((~A & B).sum())
+    expected = stats.binomtest(only_a, only_a + only_b, 0.5).pvalue
+    assert rows["arc"]["mcnemar_p"] == pytest.approx(expected, rel=1e-9)
+    assert rows["arc"]["measure"] == "tasks_accuracy"
+    assert set(rows) == {"arc", "gsm", "tasks_average"}, "the average is called as in the run's metrics"
 
 
 class TestCommand:

@@ -428,7 +428,7 @@ def test_a_new_arm_is_read_beside_native_and_added_alone(pair, arms, grown_block
 def test_a_growth_without_kl_is_not_kept(grown):
     whole = grown["mapped"][0]
     assert whole.is_whole
-    assert Growth.from_row(whole.row()) == whole
+    assert Growth.from_row(whole.row(), whole.content) == whole
     whole.windows[0].kl, kept = math.nan, whole.windows[0].kl
     assert not whole.is_whole
     whole.windows[0].kl = kept

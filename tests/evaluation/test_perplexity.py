@@ -42,6 +42,14 @@ def nll(log_probs, blocks):
     return -log_probs.gather(-1, blocks.input_ids[:, PREFIX + 1 :, None]).sum((1, 2))
 
 
+def test_mapped_tokens_are_counted_of_every_sequence(results):
+    mapped = PREFIX - OPTIONS.native_head - OPTIONS.hold_back
+    for arm, result in results.items():
+        expected = 0 if arm in ("target", "source", "no_context") else mapped
+        assert result.n_mapped == (expected,) * 5
+        assert {row["n_mapped"] for row in result.rows()} == {expected}
+
+
 @pytest.mark.parametrize("arm", ["target", "source"])
 def test_native_nll_is_that_of_a_plain_full_forward(results, models, blocks, arm):
     expected = nll(native_log_probs(models[arm], blocks), blocks)

@@ -177,6 +177,14 @@ def test_truncated_items_are_counted(results):
     assert metrics["evaluate/easy/all/n_truncated"].n == 60
 
 
+def test_items_of_which_nothing_was_mapped_are_counted_by_arm_that_maps(results):
+    mapped = [dataclasses.replace(r, n_mapped=0 if r.id == "1" else 5) for r in results]
+    metrics, rows = summarise_items(mapped)
+    assert {row["arm"] for row in rows if row["metric"] == "n_unmapped"} == {"mapped", "random"}
+    counted = metrics["evaluate/easy/mapped/n_unmapped"]
+    assert (counted.value, counted.n) == (1, 60)
+
+
 def test_an_interrupted_run_counts_only_items_that_every_arm_answered(results):
     partial = [r for r in results if not (r.arm == "mapped" and r.task == "hard" and int(r.id) >= 20)]
     metrics, _ = summarise_items(partial)
@@ -227,6 +235,14 @@ def test_perplexity_by_hand(arms_of_text):
         math.exp(2.3) * error
     )
     assert {row["task"] for row in summarise_perplexity(arms_of_text, task="wiki")[1]} == {"wiki"}
+
+
+def test_sequences_of_which_nothing_was_mapped_are_counted(arms_of_text):
+    known = {arm: dataclasses.replace(result, n_mapped=(0, 3, 0, 3)) for arm, result in arms_of_text.items()}
+    metrics, rows = summarise_perplexity(known)
+    assert {row["arm"] for row in rows if row["metric"] == "n_unmapped"} == {"mapped"}
+    counted = metrics["evaluate/perplexity/mapped/n_unmapped"]
+    assert (counted.value, counted.n) == (2, 4)
 
 
 def test_differences_of_nll_are_per_token_and_paired(arms_of_text):

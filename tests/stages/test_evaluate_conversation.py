@@ -171,7 +171,8 @@ def test_a_file_that_would_not_be_read_is_a_mistake(tmp_path: Path) -> None:
     assert mistake.startswith("evaluation.conversation.limit=0: no conversation of")
 
 
-def test_conversations_alone_are_something_to_evaluate() -> None:
+def test_conversations_alone_or_costs_alone_are_something_to_evaluate() -> None:
     nothing = "evaluation.world.n_per_kind=0 evaluation.perplexity.n_sequences=0"
     assert validate(with_settings(f"{nothing} evaluation.conversation.limit=3")) == []
+    assert validate(with_settings(f"{nothing} evaluation.cost.lengths=[128]")) == []
     assert any("asks nothing" in line for line in validate(with_settings(nothing)))

@@ -69,7 +69,10 @@ def test_every_arm_has_every_length_depth_and_window(whole: Finished) -> None:
     assert set(grown) == {(*window, arm) for window in windows for arm in ARMS}
     assert len(whole.table("needle_items")) == 2 * 2 * 2 * len(ARMS)
     assert len(whole.table("length_sequences")) == 2 * 2 * len(ARMS)
-    assert len(whole.table("growth_sequences")) == 2 * 3 * len(ARMS)
+    growths = whole.table("growth_sequences")
+    assert len(growths) == 2 * 3 * len(ARMS)
+    assert len({(row["sequence"], row["content"]) for row in growths}) == 2
+    assert all(row["content"] for row in growths)
     drawn = {path.stem for path in (whole.directory / "figures").glob("*.png")}
     assert {"needle", "length", "growth"} <= drawn
 

@@ -52,6 +52,21 @@ def test_a_first_run_reuses_nothing(whole: Finished) -> None:
     assert reused(whole, "prefix_perplexity") == dict.fromkeys(ARMS, 0)
 
 
+def test_the_record_says_how_long_each_arm_took_and_what_was_scored(whole: Finished) -> None:
+    facts = whole.json("run")["facts"]
+    for part, n in (("questions", N_ITEMS), ("perplexity", N_SEQUENCES)):
+        taken = facts["seconds_by_arm"][part]
+        assert set(taken) == {"source_prefill", *ARMS}
+        assert {of_arm["n_contexts"] for of_arm in taken.values()} == {n}
+    assert facts["artifacts"]["mapper"] == whole.artifact("mapper").name
+    scored = facts["perplexity"]["n_scored_of_each"]
+    assert {int(row["n_tokens"]) for row in whole.table("sequences")} == {scored}
+    assert facts["perplexity"]["first_continuation_token_scored"] is False
+    counted = {(row["task"], row["arm"]) for row in whole.table("arms") if row["metric"] == "n_unmapped"}
+    assert {arm for task, arm in counted if task == "perplexity"} == {"mapped", "bias_only", "raw", "random"}
+    assert all(row["value"] == "0.0" for row in whole.table("arms") if row["metric"] == "n_unmapped")
+
+
 @pytest.mark.parametrize("n_adds", [pytest.param(0, marks=pytest.mark.slow), 3, 9])
 def test_an_interrupted_run_goes_on_where_it_was(
     whole: Finished,

@@ -29,6 +29,8 @@ PARTS: tuple[Part, ...] = (
 def run(ctx: Context) -> None:
     """Score every arm on the same material, part by part; what one part found is kept if the next fails."""
     arms = build_arms(ctx)
+    if isinstance(arms.get("mapped"), Mapper):
+        ctx.run.note(artifacts={"mapper": ctx.mapper_artifact.path.name})
     rows: list[dict[str, Any]] = []
     for part in PARTS:
         if found := part(ctx, arms):

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from kvmap import __version__
 from kvmap.evaluation.answers import Answers
-from kvmap.models.pair import ModelSpec
+from kvmap.evaluation.conditions import spec_conditions
+from kvmap.evaluation.stopwatch import Stopwatch
 from kvmap.stages.context import Context, plain
 from kvmap.transfer import TransferOptions
 
@@ -18,7 +19,7 @@ FOLDER = "answers"
 
 _logger = logging.getLogger(__name__)
 
-CONDITIONS_VERSION = 1
+CONDITIONS_VERSION = 2
 """Of what a model reads, how a cache is transferred and mapped. It goes up when any of these changes what an
 arm answers, so that answers from before are not taken for those after."""
 
@@ -29,9 +30,9 @@ def answers_for(
     """What is kept of an arm's answers, by item; new answers are added to it.
 
     Two runs share an arm's answers if they agree in all that determines them: the models the arm uses
-    (weights, config, tokenizer, rope, dtype, attention, kind of device), the content of its mapper, the
-    transfer options, the protocol and kvmap's version. `target` and `no_context` do not depend on source or
-    mapper, so a sweep over mappers asks them once.
+    (weights, config, tokenizer, rope, dtype, and the conditions of `kvmap.evaluation.conditions`), the
+    content of its mapper, the transfer options, the protocol and kvmap's version. `target` and `no_context`
+    do not depend on source or mapper, so a sweep over mappers asks them once.
 
     Args:
         ctx: of the run.
@@ -65,6 +66,16 @@ def reuse_noted(ctx: Context, part: str, answers: Mapping[str, Answers]) -> Iter
             _logger.info("%s: answers kept from before, by arm: %s", part, n_reused)
 
 
+@contextmanager
+def time_noted(ctx: Context, part: str) -> Iterator[Stopwatch]:
+    """A stopwatch, what it took noted in run.json however the block ends: the seconds of a part, by arm."""
+    watch = Stopwatch()
+    try:
+        yield watch
+    finally:
+        ctx.run.note(seconds_by_arm={part: watch.record()})
+
+
 def _arm_conditions(ctx: Context, arm: str, options: TransferOptions) -> dict[str, Any]:
     if arm == "source":
         return {"source": model_conditions(ctx, "source"), "hold_back": options.hold_back}
@@ -79,23 +90,11 @@ def _arm_conditions(ctx: Context, arm: str, options: TransferOptions) -> dict[st
 
 
 def model_conditions(ctx: Context, role: Literal["source", "target"]) -> dict[str, Any]:
-    """Which model, and what else its numbers depend on.
+    """Which model, and what else its numbers depend on; reads no weights.
 
     For a protocol too, where an answer depends on a model that its arm does not use.
     """
-    spec = ctx.specs[role]
-    return ctx.content(role) | {"attention": spec.attn_implementation, "device": _device(spec)}
-
-
-def _device(spec: ModelSpec) -> str:
-    """The kind of device, or how the layers are spread over several."""
-    import torch
-
-    if spec.device_map is not None:
-        return f"device_map={spec.device_map}"
-    if spec.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return spec.device.split(":")[0]
+    return ctx.content(role) | spec_conditions(ctx.specs[role], ctx.pair.tokenizer)
 
 
 def _mapper(ctx: Context, arm: str) -> dict[str, Any]:

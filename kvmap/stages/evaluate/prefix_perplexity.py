@@ -12,7 +12,7 @@ from kvmap.evaluation.perplexity import PerplexityResult, evaluate_perplexity
 from kvmap.evaluation.summary import summarise_perplexity
 from kvmap.mappers import Mapper
 from kvmap.stages.context import Context, text_spec
-from kvmap.stages.evaluate.book import answers_for, model_conditions, reuse_noted
+from kvmap.stages.evaluate.book import answers_for, model_conditions, reuse_noted, time_noted
 from kvmap.stages.evaluate.ledger import kept
 
 PROTOCOL_VERSION = 1
@@ -25,7 +25,11 @@ def run(ctx: Context, arms: Mapping[str, Mapper | KvmapError | None]) -> list[di
         return []
     evaluation = ctx.cfg.evaluation
     answers = {arm: answers_for(ctx, arm, _protocol(ctx)) for arm in available(arms)}
-    with kept(ctx, "sequences") as ledger, reuse_noted(ctx, "prefix_perplexity", answers):
+    with (
+        kept(ctx, "sequences") as ledger,
+        reuse_noted(ctx, "prefix_perplexity", answers),
+        time_noted(ctx, "perplexity") as watch,
+    ):
         results = evaluate_perplexity(
             ctx.pair,
             arms,
@@ -35,6 +39,7 @@ def run(ctx: Context, arms: Mapping[str, Mapper | KvmapError | None]) -> list[di
             batch_size=evaluation.batch_size,
             sequential=evaluation.sequential,
             answers=answers,
+            watch=watch,
             on_batch=lambda found: ledger.add(_rows(found)),
         )
         ledger.settle(_rows(results))
@@ -81,5 +86,17 @@ def blocks_of(ctx: Context) -> TokenBlocks:
         source=spec.describe(),
     )
     check_disjoint(ctx.tokens, blocks)
-    ctx.run.note(perplexity={"source": blocks.source, "fingerprint": blocks.fingerprint, "skipped": skip})
+    ctx.run.note(
+        perplexity={
+            "source": blocks.source,
+            "fingerprint": blocks.fingerprint,
+            "skipped": skip,
+            "packing": settings.packing,
+            "n_sequences": blocks.n_sequences,
+            "prefix_tokens": settings.prefix_tokens,
+            # Without context there is nothing to predict the first from.
+            "n_scored_of_each": settings.continuation_tokens - 1,
+            "first_continuation_token_scored": False,
+        }
+    )
     return blocks

@@ -14,7 +14,7 @@ from kvmap.evaluation.items import Item, jsonl_items, world_items
 from kvmap.evaluation.summary import summarise_items
 from kvmap.mappers import Mapper
 from kvmap.stages.context import Context
-from kvmap.stages.evaluate.book import answers_for, reuse_noted
+from kvmap.stages.evaluate.book import answers_for, reuse_noted, time_noted
 from kvmap.stages.evaluate.ledger import kept
 
 PROTOCOL_VERSION = 1
@@ -27,7 +27,11 @@ def run(ctx: Context, arms: Mapping[str, Mapper | KvmapError | None]) -> list[di
         return []
     evaluation = ctx.cfg.evaluation
     answers = {arm: answers_for(ctx, arm, _protocol(evaluation)) for arm in available(arms)}
-    with kept(ctx, "items") as ledger, reuse_noted(ctx, "questions", answers):
+    with (
+        kept(ctx, "items") as ledger,
+        reuse_noted(ctx, "questions", answers),
+        time_noted(ctx, "questions") as watch,
+    ):
         results = evaluate_items(
             ctx.pair,
             arms,
@@ -40,6 +44,7 @@ def run(ctx: Context, arms: Mapping[str, Mapper | KvmapError | None]) -> list[di
             stop=evaluation.stop,
             sequential=evaluation.sequential,
             answers=answers,
+            watch=watch,
             on_batch=lambda found: ledger.add(result.row() for result in found),
         )
         ledger.settle(result.row() for result in results)
