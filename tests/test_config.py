@@ -135,6 +135,7 @@ MISTAKES = {
     "study=a/b": "study",
     "threads=0": "threads",
     "evaluation.perplexity.prefix_tokens=2": "nothing would be mapped",
+    "evaluation.max_tokens=8": "tokens do not fit, and its sequences are not cut",
     "benchmark.lengths=[2,64]": "nothing would be mapped",
     "evaluation.world.kinds=[wher]": "did you mean 'where'",
     "evaluation.jsonl.paths=[/no/such.jsonl]": "no file /no/such.jsonl",

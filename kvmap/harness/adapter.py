@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +18,9 @@ from lm_eval.models.huggingface import HFLM
 
 from kvmap.errors import KvmapError
 from kvmap.evaluation.answers import Answers, canonical_hash
+from kvmap.evaluation.choices import cut_at
 from kvmap.harness.arguments import pool_from_arguments, usable_device, whole_number
-from kvmap.harness.generation import cut_at
+from kvmap.harness.facts import Facts, Origin, check_tasks_map
 from kvmap.harness.pool import Pool
 from kvmap.harness.requests import Generate, Score, generation_settings
 from kvmap.harness.windows import rolling_windows
@@ -30,24 +30,6 @@ from kvmap.models.pair import ModelPair
 CACHE_MARK = "kvmap conditions"
 
 _logger = logging.getLogger(__name__)
-
-Origin = tuple[str, int]
-"""Task and document that a request belongs to."""
-
-
-@dataclass
-class Facts:
-    """What one document's requests came to; the largest of them, for rolling windows their sum.
-
-    Attributes:
-        n_context: context tokens read.
-        n_truncated: context tokens cut off on the left, the same for every arm.
-        n_mapped: context tokens that were mapped.
-    """
-
-    n_context: int = 0
-    n_truncated: int = 0
-    n_mapped: int = 0
 
 
 class _ModelCard:
@@ -77,7 +59,7 @@ class KvmapLM(HFLM):
         pool: Pool | None = None,
         arm: str = "mapped",
         *,
-        batch_size: int | str = 1,
+        batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         max_length: int | None = None,
         rolling_context: int = 1,
@@ -94,7 +76,8 @@ class KvmapLM(HFLM):
         """Args:
             pool: shared with other arms; None: made of `arguments`.
             arm: one of `kvmap.evaluation.arms.ARMS`.
-            batch_size: contexts at a time; the pool's own where one is given.
+            batch_size: contexts at a time; None: 1. A pool that is given has its own, as it has its own
+                `max_length` and `device`.
             max_batch_size: lm-eval's, of `batch_size=auto`, which there is not.
             max_length: tokens of context and continuation at most; None: what both models take.
             rolling_context: tokens that are read, and mapped, before each rolling window.
@@ -108,12 +91,12 @@ class KvmapLM(HFLM):
             KvmapError: naming the argument, its value, what is expected and the remedy.
         """
         if pool is None:
-            size = whole_number("batch_size", batch_size)
+            size = 1 if batch_size is None else whole_number("batch_size", batch_size)
             limit = None if max_length is None else whole_number("max_length", max_length, 2)
             arguments["device"] = usable_device(device)
             pool = pool_from_arguments(arm, batch_size=size, max_tokens=limit, **arguments)
-        elif arguments:
-            raise KvmapError(f"{', '.join(arguments)}: a pool is given, which has its models and options")
+        else:
+            _check_none_given(arguments, batch_size=batch_size, max_length=max_length, device=device)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise KvmapError(
                 f"WORLD_SIZE={os.environ['WORLD_SIZE']}: kvmap answers in one process; start it without a "
@@ -168,6 +151,8 @@ class KvmapLM(HFLM):
             kept, n_cut = self._cut(context, self.max_length + 1 - len(continuation), len(continuation))
             asked.append(Score(kept, tuple(continuation)))
             cut.append(n_cut)
+        if self._asked is not None and len(self._asked) == len(asked):
+            self._check_maps(self._asked, asked)
         rows = self.pool.scores(self.arm, asked)
         self._record(asked, cut, rows)
         answers = [(row["loglikelihood"], row["greedy"]) for row in rows]
@@ -194,7 +179,7 @@ class KvmapLM(HFLM):
         sums = [0.0] * len(requests)
         for number, window, row in zip(of_text, asked, rows, strict=True):
             sums[number] += row["loglikelihood"]
-            self._add(requests[number], len(window.context), 0, row["n_mapped"], rolling=True)
+            self._facts(requests[number]).add_window(len(window.context), row["n_mapped"])
         if self.pool.arms[self.arm] is not None and not any(row["n_mapped"] for row in rows):
             _logger.warning(
                 "arm %s: no rolling window has a context to map, so these numbers are the target's own; set "
@@ -216,6 +201,7 @@ class KvmapLM(HFLM):
             kept, n_cut = self._cut(ids or [self.prefix_token_id], self.max_length - n_new, n_new)
             asked.append(Generate(kept, (*stops, eos), n_new, penalty))
             cut.append(n_cut)
+        self._check_maps(requests, asked)
         rows = self.pool.generations(self.arm, asked)
         with self._answering(requests):
             self._record(asked, cut, rows)
@@ -289,6 +275,18 @@ class KvmapLM(HFLM):
         finally:
             self._asked = None
 
+    def _check_maps(self, requests: Sequence[Instance], asked: Sequence[Score | Generate]) -> None:
+        """Refuse tasks that would map nothing. lm-eval's response cache may hold answers of their longer
+        contexts, which are then not among these: beside one that holds any it is only said.
+        """
+        try:
+            check_tasks_map(requests, asked, self.pool.arms, self.pool.options)
+        except KvmapError as error:
+            kept = self.cache_hook.dbdict
+            if kept is None or len(kept) < 2:  # the first entry is `CACHE_MARK`
+                raise
+            _logger.warning("%s", error)
+
     def _record(
         self, asked: Sequence[Score | Generate], cut: Sequence[int], rows: Sequence[Mapping[str, Any]]
     ) -> None:
@@ -297,7 +295,7 @@ class KvmapLM(HFLM):
             return
         before = self._truncated.copy()
         for request, question, n_cut, row in zip(self._asked, asked, cut, rows, strict=True):
-            self._add(request, len(question.context), n_cut, row["n_mapped"])
+            self._facts(request).add_request(len(question.context), n_cut, row["n_mapped"])
             self._truncated[str(request.task_name)] += n_cut > 0
         for task, n in self._truncated.items():
             if n > before[task]:
@@ -309,19 +307,11 @@ class KvmapLM(HFLM):
                     self.max_length,
                 )
 
-    def _add(
-        self, request: Instance, n_context: int, n_cut: int, n_mapped: int, *, rolling: bool = False
-    ) -> None:
+    def _facts(self, request: Instance) -> Facts:
+        """Of the document that a request belongs to; of nobody's where it stands alone."""
         if request.task_name is None or request.doc_id is None:
-            return
-        facts = self.facts.setdefault((request.task_name, request.doc_id), Facts())
-        if rolling:
-            facts.n_context += n_context
-            facts.n_mapped += n_mapped
-        else:
-            facts.n_context = max(facts.n_context, n_context)
-            facts.n_truncated = max(facts.n_truncated, n_cut)
-            facts.n_mapped = max(facts.n_mapped, n_mapped)
+            return Facts()
+        return self.facts.setdefault((request.task_name, request.doc_id), Facts())
 
     def _text(self, ids: list[int], stops: Sequence[str]) -> str:
         """Generated ids as text: after the end of thinking where one is set, and up to the first stop."""
@@ -333,6 +323,16 @@ class KvmapLM(HFLM):
         if isinstance(end, str) and end:
             text = text.split(end)[-1].lstrip()
         return cut_at(text, stops)
+
+
+def _check_none_given(arguments: Mapping[str, Any], **named: Any) -> None:
+    """Refuse what a pool has settled, and would otherwise be passed over in silence."""
+    given = [*arguments, *(name for name, value in named.items() if value is not None)]
+    if given:
+        raise KvmapError(
+            f"{', '.join(given)}: a pool is given, which has its models and options; set them on the "
+            "pool, or give no pool"
+        )
 
 
 def _card(pair: ModelPair, arm: str) -> _ModelCard:

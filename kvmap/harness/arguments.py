@@ -10,6 +10,7 @@ import torch
 
 from kvmap.errors import KvmapError, UnknownName
 from kvmap.evaluation.arms import ARMS, MAPPERLESS
+from kvmap.evaluation.conditions import spec_conditions
 from kvmap.files import read_json
 from kvmap.fit.features import geometry_shape
 from kvmap.harness.pool import Pool
@@ -77,6 +78,10 @@ def pool_from_arguments(
         batch_size=batch_size,
         max_tokens=max_tokens,
         sequential=sequential,
+        model_conditions={
+            "source": spec_conditions(specs["source"], pair.tokenizer),
+            "target": spec_conditions(specs["target"], pair.tokenizer),
+        },
     )
 
 

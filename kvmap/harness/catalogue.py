@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvmap.errors import KvmapError
+from kvmap.errors import KvmapError, UnknownName
 
 OWN_TASKS = Path(__file__).parent
 
@@ -77,6 +77,7 @@ def load_tasks(specs: Sequence[TaskSpec], include_path: str | None = None) -> li
     Raises:
         UnknownTask: a task that nobody knows.
         UnreadableTask: naming every entry whose data cannot be had, the data set and what to do.
+        UnknownName: a metric that a task does not have.
         KvmapError: settings that a task does not take.
     """
     manager = _manager([spec.name for spec in specs], include_path)
@@ -84,17 +85,34 @@ def load_tasks(specs: Sequence[TaskSpec], include_path: str | None = None) -> li
     for spec in specs:
         try:
             found = manager.load([spec.name])
-        except KvmapError:
-            raise
-        except Exception as error:  # the data sets' library has a type of its own for each thing that fails
+        except ImportError as error:  # many tasks judge answers with packages of their own
+            failed[spec.title] = f"a package that it needs ({_in_short(error)})"
+            continue
+        except Exception as error:
+            if not _is_of_data(error):
+                raise
             failed[spec.title] = f"{_data_of(manager, spec.name)} ({_in_short(error)})"
             continue
         for task in found["tasks"].values():
             _set(task, spec)
+            _check_metric(task, spec)
         loaded.append(LoadedTask(spec, dict(found)))
     if failed:
         raise UnreadableTask(_unreadable(failed))
     return loaded
+
+
+def _is_of_data(error: Exception) -> bool:
+    """Whether reading a data set fails so: no network, no file, no such configuration, another format.
+
+    The libraries that read have types of their own besides, some of them without a common base. What is none
+    of these, such as an AttributeError, is a mistake in the program or in a task's file.
+    """
+    library = type(error).__module__.partition(".")[0]
+    return isinstance(error, OSError | ValueError | RuntimeError) or library in (
+        "datasets",
+        "huggingface_hub",
+    )
 
 
 def _manager(names: Sequence[str], include_path: str | None) -> Any:
@@ -134,6 +152,42 @@ def _set(task: Any, spec: TaskSpec) -> None:
                 f"generates nothing ({task.OUTPUT_TYPE}); leave generation out"
             )
         task.set_config("generation_kwargs", dict(spec.generation), update=True)
+
+
+def _check_metric(task: Any, spec: TaskSpec) -> None:
+    """Refuse a metric that the task has not, with the nearest that it has."""
+    names = metric_names(task)
+    if spec.metric is not None and spec.metric not in names and not _names_metrics_as_it_goes(task):
+        raise UnknownName(f"metric of {task.task_name} (evaluation.tasks)", spec.metric, names)
+
+
+def metric_names(task: Any) -> list[str]:
+    """What may be asked of a task: each metric alone, and with each filter that is one."""
+    filters = [one.name for one in task._filters]
+    return list(
+        dict.fromkeys(
+            name
+            for metric in task.aggregation()
+            for name in (metric, *(metric_name(metric, filter_name) for filter_name in filters))
+        )
+    )
+
+
+def metric_name(metric: str, filter_name: str) -> str:
+    """lm-eval's name of a metric, with the filter after a comma where it is one."""
+    return metric if filter_name in ("", "none") else f"{metric},{filter_name}"
+
+
+def _names_metrics_as_it_goes(task: Any) -> bool:
+    """Whether a metric of the task may come out as several, which nobody knows before the first answer.
+
+    A function that is not lm-eval's own (of the task's file, or of the library `evaluate`) may give a record.
+    """
+    from lm_eval.api.registry import METRIC_REGISTRY
+
+    if task.OUTPUT_TYPE != "generate_until" or task.get_config("process_results") is not None:
+        return False
+    return any(metric not in METRIC_REGISTRY for metric in task.aggregation())
 
 
 def _data_of(manager: Any, name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvmap.evaluation.choices import end_of_text_ids
 from kvmap.harness.requests import Generate
 from kvmap.models.capture import forward
 from kvmap.models.pair import LoadedModel
@@ -87,19 +88,6 @@ def generate(
     return [answer.ids for answer in answers]
 
 
-def cut_at(text: str, stops: Collection[str]) -> str:
-    """The text up to the first stop in it."""
-    found = [place for stop in stops if stop and (place := text.find(stop)) >= 0]
-    return text[: min(found, default=len(text))]
-
-
-def end_of_text_ids(model: LoadedModel, tokenizer: Any) -> frozenset[int]:
-    """Every id that ends a text for this model: of its generation config, and of the tokenizer."""
-    named = getattr(getattr(model.model, "generation_config", None), "eos_token_id", None)
-    ids = {*(named if isinstance(named, list | tuple) else [named]), tokenizer.eos_token_id}
-    return frozenset(int(end) for end in ids if end is not None)
-
-
 def _answer(model: LoadedModel, request: Generate, read: Sequence[int]) -> _Answer:
     config = getattr(model.model, "generation_config", None)
     if unheeded := [name for name in NOT_APPLIED if getattr(config, name, None)]:
@@ -117,7 +105,7 @@ def _warn(name: str, settings: str) -> None:
     _logger.warning("%s: its generation config sets %s, which kvmap does not apply", name, settings)
 
 
-def _goes_on(answer: _Answer, token: int, ends: frozenset[int], tokenizer: Any) -> bool:
+def _goes_on(answer: _Answer, token: int, ends: Collection[int], tokenizer: Any) -> bool:
     """Take a row's next token; whether it has one after that."""
     if token in ends:
         return False

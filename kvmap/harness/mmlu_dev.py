@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,16 @@ class SameSubject(ContextSampler):
 
 
 def dataset(**_: Any) -> dict[str, Documents]:
-    """The one split, `test`, as lm-eval asks for a task's data.
+    """The one split, `test`, as lm-eval asks for a task's data: every subject's first item, then every
+    subject's second, and so on, so that the first so many documents cover the subjects evenly.
 
     Raises:
         KvmapError: an installed lm-eval that carries no such items.
     """
     folder = Path(lm_eval.__file__).parent / FOLDER
-    items = [item for file in sorted(folder.glob("mmlu_*.yaml")) for item in _items(file)]
+    subjects = [_items(file) for file in sorted(folder.glob("mmlu_*.yaml"))]
+    rounds = zip_longest(*subjects)
+    items = [item for one in rounds for item in one if item is not None]
     if not items:
         raise KvmapError(
             f"mmlu_dev: {folder} holds no items; this lm-eval does not carry them. Install lm-eval 0.4.13, "

@@ -28,13 +28,14 @@ from kvmap.evaluation.arms import (
     tokenizer_of,
     without_context,
 )
+from kvmap.evaluation.conditions import loaded_conditions
 from kvmap.evaluation.limits import context_limit
 from kvmap.harness.generation import generate
 from kvmap.harness.requests import Generate, Request, Score
 from kvmap.harness.scoring import score
 from kvmap.mappers import Mapper
-from kvmap.models.identity import ModelIdentity, fingerprint_state
-from kvmap.models.pair import LoadedModel, ModelPair
+from kvmap.models.identity import fingerprint_state
+from kvmap.models.pair import LoadedModel, ModelPair, Side
 from kvmap.progress import track
 from kvmap.transfer import HandOff, TransferOptions
 
@@ -86,6 +87,7 @@ class Pool:
         max_tokens: int | None = None,
         sequential: bool = False,
         answers: Mapping[str, Answers] | None = None,
+        model_conditions: Mapping[Side, Mapping[str, Any]] | None = None,
         progress: Progress = track,
     ) -> None:
         """Args:
@@ -96,6 +98,8 @@ class Pool:
             max_tokens: a limit below what both models take; None: what they take.
             sequential: one model in memory at a time.
             answers: what is kept of each arm's answers; an arm not named here keeps them in memory.
+            model_conditions: what each model answers by besides its identity, as `spec_conditions` knows it
+                without reading weights; None: the models are loaded when `conditions` is asked for.
             progress: wraps the loop over batches.
 
         Raises:
@@ -113,6 +117,7 @@ class Pool:
             raise KvmapError(f"max_length={self.limit}: expected at least 2 tokens, one read and one scored")
         self.reading = Reading()
         self._sequential = sequential
+        self._model_conditions = model_conditions
         self._progress = progress
         self._answers = {arm: (answers or {}).get(arm) or Answers.in_memory() for arm in self.arms}
 
@@ -130,12 +135,22 @@ class Pool:
             "kvmap": __version__,
             "protocol": PROTOCOL | {"batch_size": self.batch_size},
             "arm": arm,
-            "source": _content(self.pair.source_identity),
-            "target": _content(self.pair.target_identity),
+            "source": self._content("source"),
+            "target": self._content("target"),
             "mapper": _mapper_content(self.arms[arm]),
             "transfer": None if arm in MAPPERLESS else asdict(self.options),
             "hold_back": self.options.hold_back,
         }
+
+    def _content(self, side: Side) -> dict[str, Any]:
+        """A model without its name (the same weights under another path answer the same), and what it
+        answers by: attention, device, ends of text, repetition penalty, versions.
+        """
+        identity = self.pair.source_identity if side == "source" else self.pair.target_identity
+        own = {key: value for key, value in asdict(identity).items() if key != "name"}
+        if self._model_conditions is not None:
+            return own | dict(self._model_conditions[side])
+        return own | loaded_conditions(self.pair.source if side == "source" else self.pair.target)
 
     def keep_answers(self, arm: str, answers: Answers) -> None:
         """Where this arm's answers are kept from now on."""
@@ -225,11 +240,6 @@ def _score(
 ) -> list[list[Row]]:
     scored = score(model, hand_off, [[request.continuation for request in row] for row in asked])
     return [[asdict(answer) for answer in row] for row in scored]
-
-
-def _content(identity: ModelIdentity) -> dict[str, str]:
-    """A model's identity without its name: the same weights under another path answer the same."""
-    return {key: value for key, value in asdict(identity).items() if key != "name"}
 
 
 def _mapper_content(mapper: Mapper | None) -> dict[str, str] | None:

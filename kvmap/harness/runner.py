@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvmap.errors import KvmapError
-from kvmap.evaluation.answers import item_key
-from kvmap.harness.catalogue import LoadedTask
+from kvmap.evaluation.answers import CONTENT_CHARACTERS, item_key
+from kvmap.harness.catalogue import LoadedTask, metric_name
+from kvmap.harness.facts import Facts
 from kvmap.harness.pool import Pool
 from kvmap.progress import track
-
-if TYPE_CHECKING:
-    from kvmap.harness.adapter import Facts
-
-CONTENT_CHARACTERS = 16
 
 
 @dataclass(frozen=True)
@@ -142,7 +138,9 @@ def run_task(
         rolling_context: tokens before each window of a text that is scored whole.
 
     Raises:
-        KvmapError: a tokenizer without the chat template that is asked for, or arms whose prompts differ.
+        KvmapError: a tokenizer without the chat template that is asked for, arms whose prompts differ, or a
+            task of which not one context would be mapped (texts that are scored whole aside, see
+            `KvmapLM.loglikelihood_rolling`).
     """
     from lm_eval.evaluator import evaluate
 
@@ -196,11 +194,6 @@ def _filters(task: Any) -> dict[str, list[str]]:
 def flat(metric: str) -> str:
     """A metric, with its filter, as part of a key or the name of a column: without commas and dashes."""
     return metric.replace(",", "_").replace("-", "_")
-
-
-def metric_name(metric: str, filter_name: str) -> str:
-    """lm-eval's name of a metric, with the filter after a comma where it is one."""
-    return metric if filter_name in ("", "none") else f"{metric},{filter_name}"
 
 
 def _document(

@@ -19,7 +19,7 @@ take 1.2 GB at once."""
 
 
 @dataclass
-class Scored:
+class ScoredContinuation:
     """One continuation.
 
     Attributes:
@@ -33,7 +33,7 @@ class Scored:
 
 def score(
     model: LoadedModel, hand_off: HandOff, continuations: Sequence[Sequence[Sequence[int]]]
-) -> list[list[Scored]]:
+) -> list[list[ScoredContinuation]]:
     """Scores all continuations of every row from one hand-off, which stays as it is.
 
     The first token of each is judged by the hand-off's logits alone, so continuations of one token cost
@@ -47,7 +47,7 @@ def score(
     first = hand_off.logits.float().log_softmax(-1).cpu()  # one copy, not one for each number that is read
     top = first.argmax(-1).tolist()
     scored = [
-        [Scored(float(first[row, ids[0]]), top[row] == ids[0]) for ids in asked]
+        [ScoredContinuation(float(first[row, ids[0]]), top[row] == ids[0]) for ids in asked]
         for row, asked in enumerate(continuations)
     ]
     longer = [_longest_first(asked) for asked in continuations]
@@ -68,7 +68,9 @@ def _longest_first(asked: Sequence[Sequence[int]]) -> list[int]:
     return sorted(longer, key=lambda number: -len(asked[number]))
 
 
-def _later(model: LoadedModel, kv: KVCache | None, continuations: Sequence[Sequence[int]]) -> list[Scored]:
+def _later(
+    model: LoadedModel, kv: KVCache | None, continuations: Sequence[Sequence[int]]
+) -> list[ScoredContinuation]:
     """Each row's tokens after its first, in as many forwards as their logits need."""
     ids, real = _right_pad(continuations)
     sums = torch.zeros(len(continuations), dtype=torch.float64)
@@ -83,7 +85,7 @@ def _later(model: LoadedModel, kv: KVCache | None, continuations: Sequence[Seque
         same = (logits.argmax(-1) == wanted).cpu()
         sums += torch.where(real[:, true], log_probs, 0.0).double().sum(1)
         greedy &= (same | ~real[:, true]).all(1)
-    return [Scored(*pair) for pair in zip(sums.tolist(), greedy.tolist(), strict=True)]
+    return [ScoredContinuation(*pair) for pair in zip(sums.tolist(), greedy.tolist(), strict=True)]
 
 
 def _right_pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvmap.evaluation import statistics
+from kvmap.evaluation.arms import MAPPERLESS
 from kvmap.evaluation.scores import CHANCE, Scores, average, kept_of_target, scores_of
 from kvmap.evaluation.statistics import Estimate, Floats
-from kvmap.harness.runner import Document, TaskResults, flat, metric_name
+from kvmap.harness.catalogue import metric_name
+from kvmap.harness.runner import Document, TaskResults, flat
 from kvmap.metrics import Metric
 
 Row: TypeAlias = dict[str, Any]
@@ -58,13 +60,18 @@ def summarise_tasks(
     """Every metric of every entry and arm, and what it retains of the target's.
 
     A metric that is the mean of its documents' values has the standard error of that mean; a group pools the
-    documents of its tasks. Others are given as lm-eval makes them, without an error. The entry's own metric
-    is given a second time as `accuracy`, and of it
+    documents of its tasks. Others, such as a perplexity, are given as lm-eval makes them, without an error;
+    of a group, as its file says they are taken together, and left out where it does not say. The entry's own
+    metric is given a second time as `accuracy`, and of it
 
     * retention, floor_retention (of multiple choice), gain_recovered: as for questions of kvmap's own, see
       `kvmap.evaluation.summary`
     * accuracy_minus_target, accuracy_minus_source: the plain differences, on the same documents
-    * mcnemar_p, mcnemar_source_p: where every document is right or wrong
+    * mcnemar_p, mcnemar_source_p: where every document is right or wrong; the note counts those on which the
+      two differ
+
+    Beside them stand n_truncated, the documents with a context that was cut, and for every arm with a mapper
+    n_unmapped, the documents of which nothing was mapped: under these the arm is the target itself.
 
     All but the tests stand again for the average over entries (`tasks_average`), each counting the same, with
     `mean_retention`, the mean of the entries' retentions, beside the retention of their mean.
@@ -92,7 +99,9 @@ def summarise_tasks(
             scores = scores_of(chosen.columns, n_resamples, seed)
             rows += [*_accuracy_rows(chosen.task, scores), *_tests(chosen)]
             scored.append(scores)
-        rows.append(_truncated(result))
+        elif result.task.spec.metric is not None:
+            rows += _without_accuracy(result)
+        rows += [_truncated(result), *_unmapped(result)]
         rows += [
             _row(result.task.spec.title, arm, "accuracy", Estimate(math.nan, 0, note=f"unavailable: {why}"))
             for arm, why in (unavailable or {}).items()
@@ -136,42 +145,49 @@ def accuracy_of(measured: Sequence[Measured], asked: str | None) -> Measured | N
 
 
 def _is_mean(result: TaskResults, metric: str, columns: Mapping[str, Floats]) -> bool:
-    """Whether lm-eval's own number is the mean of the documents' values, as far as it has one number."""
+    """Whether lm-eval's own number of every task is the mean of that task's documents' values."""
     if any(np.isnan(column).any() for column in columns.values()):
         return False
-    if len(result.task.tasks) > 1:
-        return True
     for arm, column in columns.items():
-        theirs = dict(_aggregated(result, arm)).get(metric)
-        if theirs is None or not math.isclose(theirs, float(column.mean()), rel_tol=1e-9, abs_tol=1e-12):
-            return False
+        start = 0
+        for name, samples in result.by_arm[arm]["samples"].items():
+            stop = start + len({sample["doc_id"] for sample in samples})
+            theirs, mean = dict(_aggregated(result, arm, name)).get(metric), float(column[start:stop].mean())
+            if theirs is None or not math.isclose(theirs, mean, rel_tol=1e-9, abs_tol=1e-12):
+                return False
+            start = stop
     return True
 
 
-def _aggregated(result: TaskResults, arm: str) -> Iterable[tuple[str, float]]:
-    """lm-eval's own numbers of an entry of one task."""
-    (name,) = result.task.tasks
-    for key, value in result.by_arm[arm]["results"][name].items():
+def _aggregated(result: TaskResults, arm: str, name: str) -> Iterable[tuple[str, float]]:
+    """lm-eval's own numbers of a task or a group."""
+    for key, value in result.by_arm[arm]["results"].get(name, {}).items():
         metric, comma, filter_name = key.partition(",")
         if comma and isinstance(value, int | float) and not metric.endswith("_stderr"):
             yield metric_name(metric, filter_name), float(value)
 
 
 def _of_all_documents(result: TaskResults, done: Iterable[str]) -> list[Row]:
-    """Metrics that lm-eval makes of all documents of a task together."""
-    if len(result.task.tasks) > 1:
-        return []
-    (name,) = result.task.tasks
+    """Metrics that lm-eval makes of all documents of a task together, or of the tasks of a group."""
+    tasks = list(result.task.tasks)
+    name = tasks[0] if len(tasks) == 1 else result.task.spec.name
+    rows = []
+    for arm, results in result.by_arm.items():
+        n = sum(results["n-samples"][task]["effective"] for task in tasks)
+        rows += [
+            _row(result.task.spec.title, arm, flat(metric), Estimate(value, n))
+            for metric, value in _aggregated(result, arm, name)
+            if metric not in done
+        ]
+    return rows
+
+
+def _without_accuracy(result: TaskResults) -> list[Row]:
+    """Rows that say why there is no accuracy though a metric was asked for."""
+    note = f"undefined: {result.task.spec.metric} is not the mean of its documents' values"
     return [
-        _row(
-            result.task.spec.title,
-            arm,
-            flat(metric),
-            Estimate(value, results["n-samples"][name]["effective"]),
-        )
-        for arm, results in result.by_arm.items()
-        for metric, value in _aggregated(result, arm)
-        if metric not in done
+        _row(result.task.spec.title, arm, "accuracy", Estimate(math.nan, 0, note=note))
+        for arm in result.by_arm
     ]
 
 
@@ -198,9 +214,15 @@ def _tests(measured: Measured) -> list[Row]:
     for other, name in (("target", "mcnemar_p"), ("source", "mcnemar_source_p")):
         for arm in measured.arms if other in measured.arms else ():
             if arm != other:
-                p = statistics.mcnemar(measured.columns[arm], measured.columns[other])
-                rows.append(_row(measured.task, arm, name, Estimate(p, len(measured.columns[arm]))))
+                rows.append(_row(measured.task, arm, name, _mcnemar(measured, arm, other)))
     return rows
+
+
+def _mcnemar(measured: Measured, arm: str, other: str) -> Estimate:
+    own, theirs = measured.columns[arm], measured.columns[other]
+    only_arm, only_other = statistics.discordant(own, theirs)
+    note = f"{only_arm} items right under this arm alone, {only_other} under the other alone"
+    return Estimate(statistics.mcnemar(own, theirs), len(own), note=note)
 
 
 def _average_rows(scored: Sequence[Scores]) -> list[Row]:
@@ -247,6 +269,17 @@ def _truncated(result: TaskResults) -> Row:
     facts = next(iter(result.facts.values())).values()
     n_cut = sum(fact.n_truncated > 0 for fact in facts)
     return _row(result.task.spec.title, ALL_ARMS, "n_truncated", Estimate(float(n_cut), len(facts)))
+
+
+def _unmapped(result: TaskResults) -> list[Row]:
+    """Documents of which nothing was mapped, by arm with a mapper."""
+    rows = []
+    for arm, facts in result.facts.items():
+        if arm not in MAPPERLESS:
+            n_unmapped = sum(fact.n_mapped == 0 for fact in facts.values())
+            estimate = Estimate(float(n_unmapped), len(facts))
+            rows.append(_row(result.task.spec.title, arm, "n_unmapped", estimate))
+    return rows
 
 
 def _row(task: str, arm: str, metric: str, estimate: Estimate) -> Row:

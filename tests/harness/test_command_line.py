@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lm_eval.api.model import CachingLM
 from lm_eval.api.registry import get_model
 
 from kvmap.errors import KvmapError, UnknownName
 from kvmap.files import write_json
+from kvmap.fit.features import KINDS, geometry_shape
 from kvmap.harness import __main__ as command
 from kvmap.harness import discovery
 from kvmap.harness.adapter import KvmapLM
@@ -24,6 +26,7 @@ from kvmap.harness.arguments import pool_from_arguments
 from kvmap.mappers import (
     BiasOnlyMapper,
     IdentityMapper,
+    Mapper,
     MapperMismatch,
     RawMapper,
     identity_record,
@@ -37,7 +40,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = "zoo:tiny-small"
 
 
-def saved(folder: Path, source: str = TINY, target: str = TINY, **more: Any) -> Path:
+def saved(
+    folder: Path, source: str = TINY, target: str = TINY, *, mapper: Mapper | None = None, **more: Any
+) -> Path:
     """A mapper's folder, as a run leaves it."""
     sides = {
         role: ModelSpec(name, dtype="float32") for role, name in (("source", source), ("target", target))
@@ -48,8 +53,17 @@ def saved(folder: Path, source: str = TINY, target: str = TINY, **more: Any) -> 
     ]
     manifest = {role: identity_record(read_identity(spec)) for role, spec in sides.items()}
     kind = IdentityMapper if shapes[0] == shapes[1] else RawMapper
-    save_mapper(kind(*shapes), folder, manifest | {"rope": "strip", "native_head": 3} | more)
+    save_mapper(mapper or kind(*shapes), folder, manifest | {"rope": "strip", "native_head": 3} | more)
     return folder
+
+
+def one_weight_changed(change: float) -> Mapper:
+    """A mapper of the shipped model onto itself, which gives every token the same keys and values."""
+    shape = geometry_shape(read_geometry(ModelSpec(TINY)))
+    random = torch.Generator().manual_seed(0)
+    bias = {kind: [torch.randn(layer, generator=random) for layer in shape] for kind in KINDS}
+    bias["key"][0][0, 0] += change
+    return BiasOnlyMapper(shape, shape, bias)
 
 
 @pytest.fixture(scope="module")
@@ -169,13 +183,37 @@ class TestResponseCache:
             with pytest.raises(KvmapError, match=r"--use_cache: .*answers.db holds answers of other models"):
                 CachingLM(model, path)
 
-    def test_another_mapper_is_refused(self, folder: Path, tmp_path: Path) -> None:
+    def test_another_mapper_is_refused(self, tmp_path: Path) -> None:
+        """Of the same kind, settings, arm, models and options: one weight is another."""
         path = str(tmp_path / "answers.db")
-        asked = instances("loglikelihood", [("anna is", " here")])
-        CachingLM(KvmapLM(mapper=str(folder)), path).loglikelihood(asked)
-        raw = KvmapLM(arm="raw", source=TINY, target=TINY, dtype="float32", native_head=3)
+        asked = instances("loglikelihood", [("anna is in the kitchen and", " here")])
+
+        def model(name: str, change: float) -> KvmapLM:
+            return KvmapLM(mapper=str(saved(tmp_path / name, mapper=one_weight_changed(change))))
+
+        CachingLM(model("first", 0.0), path).loglikelihood(asked)
+        CachingLM(model("same", 0.0), path)
+        other = model("other", 1e-3)
         with pytest.raises(KvmapError, match="name another file"):
-            CachingLM(raw, path)
+            CachingLM(other, path)
+        mine, theirs = other.pool.conditions("mapped"), model("again", 0.0).pool.conditions("mapped")
+        assert {name for name in mine if mine[name] != theirs[name]} == {"mapper"}
+        assert {n for n in mine["mapper"] if mine["mapper"][n] != theirs["mapper"][n]} == {"tensors"}
+
+    def test_a_task_whose_longer_contexts_were_answered_before_is_not_refused(
+        self, llama: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path = str(tmp_path / "answers.db")
+        long, short = ("anna is in the kitchen", " here"), ("", " here")
+        CachingLM(KvmapLM(identity_pool(llama), "mapped"), path).loglikelihood(
+            instances("loglikelihood", [long])
+        )
+        again = CachingLM(KvmapLM(identity_pool(llama), "mapped"), path)
+        assert len(again.loglikelihood(instances("loglikelihood", [long, short]))) == 2
+        assert "task t: native_head=1 and hold_back=1 cover every context" in caplog.text
+        fresh = CachingLM(KvmapLM(identity_pool(llama), "mapped"), str(tmp_path / "fresh.db"))
+        with pytest.raises(KvmapError, match="task t: native_head=1"):
+            fresh.loglikelihood(instances("loglikelihood", [short]))
 
     def test_a_file_that_another_model_left_is_refused(self, llama: Family, tmp_path: Path) -> None:
         from sqlitedict import SqliteDict

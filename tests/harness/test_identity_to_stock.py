@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import os
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from kvmap.harness.adapter import KvmapLM
 from kvmap.harness.catalogue import LoadedTask, TaskSpec, load_tasks
 from kvmap.harness.runner import ChatOptions, run_task
-from kvmap.models.pair import ModelSpec, load_model
+from kvmap.models.pair import LoadedModel, ModelSpec, load_model
 from kvmap.transfer import TransferOptions
 from tests.harness.conftest import MAX_LENGTH, Family, LocalTasks, identity_pool, instances
 
@@ -27,6 +30,7 @@ SPECS = (
 TOLERANCE = 1e-4
 # Sums over 200 to 500 tokens, which lm-eval's own model adds up in float32: 6e-8 of about 2,000 nats.
 ROLLING_TOLERANCE = 1e-6
+BATCH_SIZES = (1, 3, 8)
 
 Samples = dict[str, list[dict[str, Any]]]
 
@@ -80,7 +84,7 @@ def check_answer(answer: Any, wanted: Any) -> None:
         assert answer == pytest.approx(wanted, rel=ROLLING_TOLERANCE)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
 def test_every_item_equals_stock(
     tasks: list[LoadedTask], family: Family, stock: Samples, batch_size: int
 ) -> None:
@@ -131,7 +135,7 @@ def test_an_empty_context_and_a_single_token(family: Family) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
 def test_smollm2_equals_stock(tasks: list[LoadedTask], batch_size: int) -> None:
     """On a real model, in float32: KVMAP_SMOLLM2 names the folder of SmolLM2-135M-Instruct."""
     folder = os.environ.get("KVMAP_SMOLLM2")
@@ -145,31 +149,53 @@ def test_smollm2_equals_stock(tasks: list[LoadedTask], batch_size: int) -> None:
     check_equal(samples, stock_samples(tasks, family, 1024))
 
 
-def test_bfloat16_is_no_worse_than_stock_between_batch_sizes(qwen: Family) -> None:
-    """What batching alone changes in bfloat16: rounding, here as in lm-eval's own model."""
-    model = qwen.loaded.model
-    low = Family("bf16", type(qwen.loaded).from_model(_copy(model).to(torch.bfloat16), qwen.tokenizer))
-    asked = instances("loglikelihood", [(f"anna is in the {word}", " garden .") for word in "abcdefgh"])
-    ours = [
-        [score for score, _ in KvmapLM(identity_pool(low, batch_size=size), "mapped").loglikelihood(asked)]
-        for size in (1, 8)
-    ]
-    theirs = [
-        [
-            score
-            for score, _ in HFLM(
-                pretrained=low.loaded.model, tokenizer=low.tokenizer, batch_size=size, max_length=MAX_LENGTH
-            ).loglikelihood(asked, disable_tqdm=True)
-        ]
-        for size in (1, 8)
-    ]
-    spread = max(abs(a - b) for a, b in zip(*ours, strict=True))
-    stock_spread = max(abs(a - b) for a, b in zip(*theirs, strict=True))
-    # 8 bits of mantissa: logits of about 5 are rounded to 0.03, a sum over three tokens moves by as much
-    assert spread <= max(stock_spread, 0.1)
+@pytest.mark.parametrize("name", ["qwen", "llama"])
+def test_bfloat16_is_no_worse_than_stock_between_batch_sizes(
+    name: str, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> None:
+    """What batching alone changes in bfloat16, over contexts of mixed length: rounding, as in lm-eval's own.
+
+    Bound: twice what stock's own answers differ by between the same batch sizes, and an allowance, since on
+    some machines stock differs by nothing (it pads on the right, so a row's columns stand where they stood).
+    A logit of size 4 to 8 is rounded to 2^-5 in bfloat16 (8 bits), so it has an error of variance 2^-10 / 12;
+    the difference of two sums of n of them has a standard deviation of 2^-5 sqrt(n / 6). Three of these.
+    """
+    family: Family = request.getfixturevalue(name)
+    low = Family("bf16", LoadedModel.from_model(_bfloat16(family.loaded.model), family.tokenizer))
+    text = "anna is in the kitchen and bob has the red ball . carl went far away to the garden . " * 3
+    scored = " garden and the box ."
+    asked = instances("loglikelihood", [(text[-n:], scored) for n in (6, 11, 20, 37, 60, 90, 130, 200)])
+    n_tokens = len(family.tokenizer(scored, add_special_tokens=False)["input_ids"])
+    largest = low.loaded.model(torch.tensor([family.tokenizer(text)["input_ids"]])).logits.abs().max()
+    rounded_to = 2.0 ** (math.floor(math.log2(largest)) - 7)
+    allowance = 3 * rounded_to * math.sqrt(n_tokens / 6)
+
+    def stock(of: Family, batch_size: int) -> list[float]:
+        model = HFLM(
+            pretrained=of.loaded.model,
+            tokenizer=of.tokenizer,
+            batch_size=batch_size,
+            max_length=MAX_LENGTH,
+        )
+        return [score for score, _ in model.loglikelihood(asked, disable_tqdm=True)]
+
+    ours = {
+        size: [s for s, _ in KvmapLM(identity_pool(low, batch_size=size), "mapped").loglikelihood(asked)]
+        for size in BATCH_SIZES
+    }
+    theirs = {size: stock(low, size) for size in BATCH_SIZES}
+    record_property("spread", _spread(ours.values()))
+    record_property("stock_spread", _spread(theirs.values()))
+    assert _spread(ours.values()) <= 2 * _spread(theirs.values()) + allowance
+    exact = stock(family, 1)
+    error = max(_spread([exact, answers]) for answers in ours.values())
+    assert error <= max(_spread([exact, answers]) for answers in theirs.values()) + allowance
 
 
-def _copy(model: Any) -> Any:
-    import copy
+def _spread(answers: Iterable[Sequence[float]]) -> float:
+    """The largest difference between answers to one question."""
+    return max(max(of_one) - min(of_one) for of_one in zip(*answers, strict=True))
 
-    return copy.deepcopy(model)
+
+def _bfloat16(model: Any) -> Any:
+    return copy.deepcopy(model).to(torch.bfloat16)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from lm_eval import utils
 from transformers import GenerationConfig
 
@@ -15,8 +17,11 @@ from kvmap.errors import KvmapError
 from kvmap.evaluation import arms as evaluation_arms
 from kvmap.evaluation.answers import Answers
 from kvmap.harness.adapter import KvmapLM
+from kvmap.harness.arguments import pool_from_arguments
+from kvmap.harness.pool import Pool
 from kvmap.harness.windows import rolling_windows
 from kvmap.models.pair import LoadedModel
+from kvmap.transfer import TransferOptions
 from tests.harness.conftest import Family, identity_pool, instances
 
 CONTEXTS = [
@@ -118,10 +123,65 @@ class TestAnswers:
 
     @pytest.mark.parametrize("change", [{"hold_back": 2}, {"native_head": 0}, {"rope": "coupled"}])
     def test_other_options_are_other_answers(self, llama: Family, change: dict[str, Any]) -> None:
-        from kvmap.transfer import TransferOptions
-
         other = identity_pool(llama, options=TransferOptions(**change))
         assert other.conditions("mapped") != identity_pool(llama).conditions("mapped")
+
+
+class TestConditions:
+    """Answers kept under these are found again only by whoever would answer the same."""
+
+    @pytest.mark.parametrize("change", ["end_of_text_ids", "repetition_penalty", "attention"])
+    def test_what_else_changes_an_answer_is_among_them(self, qwen: Family, change: str) -> None:
+        model = copy.deepcopy(qwen.loaded.model)
+        if change == "end_of_text_ids":
+            model.generation_config.eos_token_id = [7, 8]
+        elif change == "repetition_penalty":
+            model.generation_config.repetition_penalty = 1.3
+        else:
+            model.set_attn_implementation("eager")
+        other = Family("other", LoadedModel.from_model(model, qwen.tokenizer, name="other"))
+        ours, theirs = (identity_pool(one).conditions("mapped")["target"] for one in (qwen, other))
+        assert change in ours
+        assert {name for name in ours if ours[name] != theirs[name]} == {change}
+        assert (ours["torch"], ours["device"]) == (torch.__version__, "cpu")
+        assert ours["transformers"] == transformers.__version__
+
+    def test_files_say_the_same_as_the_loaded_models(self) -> None:
+        """`lm_eval --model kvmap` reads no weights for them."""
+        pool = pool_from_arguments("raw", source="zoo:tiny-small", target="zoo:tiny-medium", device="cpu")
+        loaded = Pool(pool.pair, pool.arms, pool.options)
+        assert loaded.conditions("raw") == pool.conditions("raw")
+
+
+class TestNothingMapped:
+    @pytest.mark.parametrize("asker", ["target", "mapped"])
+    def test_a_task_of_which_nothing_would_be_mapped_is_refused_before_any_model_reads(
+        self, llama: Family, prefills: list[int], asker: str
+    ) -> None:
+        options = TransferOptions(native_head=60, hold_back=4)
+        pool = identity_pool(llama, "target", "mapped", "raw", options=options)
+        complaint = r"task t: native_head=60 and hold_back=4 cover every context .* mapped, raw would map"
+        model = KvmapLM(pool, asker)
+        with pytest.raises(KvmapError, match=complaint):
+            model.loglikelihood(instances("loglikelihood", [(text, " garden") for text in CONTEXTS]))
+        with pytest.raises(KvmapError, match=complaint):
+            model.generate_until(
+                instances("generate_until", [(text, {"max_gen_toks": 4}) for text in CONTEXTS])
+            )
+        assert prefills == []
+
+    def test_one_context_that_is_mapped_is_enough_for_a_task_and_for_no_other(self, llama: Family) -> None:
+        model = KvmapLM(identity_pool(llama), "mapped")
+        long, short = instances("loglikelihood", [(CONTEXTS[0], " garden"), ("", " garden")])
+        assert len(model.loglikelihood([long, short])) == 2
+        assert [model.facts["t", n].n_mapped > 0 for n in (0, 1)] == [True, False]
+        (other,) = instances("loglikelihood", [("", " garden")], task="other")
+        with pytest.raises(KvmapError, match="task other: native_head=1"):
+            model.loglikelihood([long, short, other])
+
+    def test_arms_without_a_mapper_map_nothing_and_may(self, llama: Family) -> None:
+        pool = identity_pool(llama, "target", "source")
+        assert KvmapLM(pool, "target").loglikelihood(instances("loglikelihood", [("", " garden")]))
 
 
 class TestTruncation:
@@ -179,9 +239,19 @@ class TestRefused:
         with pytest.raises(KvmapError, match="arm='source': expected one of those in the pool, mapped"):
             KvmapLM(identity_pool(qwen), "source")
 
-    def test_models_beside_a_pool(self, qwen: Family) -> None:
-        with pytest.raises(KvmapError, match="source: a pool is given"):
-            KvmapLM(identity_pool(qwen), "mapped", source="zoo:tiny-small")
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"source": "zoo:tiny-small"},
+            {"max_length": 64},
+            {"batch_size": 1},
+            {"device": "cpu"},
+            {"hold_back": 2, "max_length": 64},
+        ],
+    )
+    def test_what_a_pool_has_settled_beside_a_pool(self, qwen: Family, given: dict[str, Any]) -> None:
+        with pytest.raises(KvmapError, match=f"{', '.join(given)}: a pool is given"):
+            KvmapLM(identity_pool(qwen), "mapped", **given)
 
 
 class TestRolling:
@@ -351,8 +421,6 @@ class TestStops:
 
 def _with_swapped_ids(family: Family, one: int, other: int) -> Family:
     """The model with the rows of two ids exchanged in embedding and head: it says the one for the other."""
-    import copy
-
     model = copy.deepcopy(family.loaded.model)
     model.generation_config.eos_token_id = None
     for weight in {id(w): w for w in (model.get_input_embeddings().weight, model.lm_head.weight)}.values():

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvmap.harness.adapter import Facts
 from kvmap.harness.catalogue import LoadedTask, TaskSpec
+from kvmap.harness.facts import Facts
 from kvmap.harness.runner import TaskResults
 from kvmap.harness.summary import accuracy_of, measures, summarise_tasks
 
@@ -96,6 +96,8 @@ def test_means_errors_and_ratios_by_hand() -> None:
     # 6 documents right under the target alone, 3 under the mapped arm alone
     p = 2 * sum(math.comb(9, k) for k in range(4)) / 2**9
     assert value(rows, "quiz", "mapped", "mcnemar_p")["value"] == pytest.approx(p)
+    note = value(rows, "quiz", "mapped", "mcnemar_p")["note"]
+    assert note == "3 items right under this arm alone, 6 under the other alone"
     assert value(rows, "quiz", "all", "n_truncated")["value"] == 1
     assert metrics["evaluate/quiz/mapped/retention"].value == pytest.approx(0.7 / 0.8)
     assert metrics["evaluate/quiz/mapped/mcnemar_p"].standard_error is None
@@ -162,3 +164,58 @@ def test_an_arm_that_could_not_be_run_has_a_row_that_says_why() -> None:
     row = value(rows, "quiz", "raw", "accuracy")
     assert math.isnan(row["value"])
     assert row["note"] == "unavailable: shapes differ"
+
+
+def test_documents_of_which_nothing_was_mapped_are_counted_by_arm_with_a_mapper() -> None:
+    result = results("quiz", ACC)
+    for number in (0, 4):
+        result.facts["mapped"]["quiz", number].n_mapped = 0
+    metrics, rows = summarise_tasks([result], n_resamples=50)
+    assert [(r["arm"], r["value"], r["n"]) for r in rows if r["metric"] == "n_unmapped"] == [
+        ("mapped", 2, 30)
+    ]
+    assert metrics["evaluate/quiz/mapped/n_unmapped"].value == 2
+
+
+def together(first: TaskResults, second: TaskResults, own: dict[str, float]) -> TaskResults:
+    """Two tasks as the group `both`, with the group's own numbers."""
+    by_arm = {
+        arm: {name: first.by_arm[arm][name] | second.by_arm[arm][name] for name in first.by_arm[arm]}
+        for arm in first.by_arm
+    }
+    for found in by_arm.values():
+        found["results"]["both"] = {"alias": "both", "sample_len": 60, **own}
+    tasks = first.task.tasks | second.task.tasks
+    facts = {arm: first.facts[arm] | second.facts[arm] for arm in first.facts}
+    return TaskResults(LoadedTask(TaskSpec("both"), {"tasks": tasks}), by_arm, facts)
+
+
+def perplexities(result: TaskResults) -> TaskResults:
+    """As LAMBADA has it: a document's value is a log-likelihood, the task's is exp of minus their mean."""
+    for found in result.by_arm.values():
+        for title, samples in found["samples"].items():
+            for number, sample in enumerate(samples):
+                sample["metrics"].append("perplexity")
+                sample["perplexity"] = -1.0 - number % 3
+            found["results"][title]["perplexity,none"] = math.exp(2.0)
+    return result
+
+
+@pytest.mark.parametrize("own", [{}, {"perplexity,none": 7.5, "perplexity_stderr,none": "N/A"}])
+def test_a_groups_perplexity_is_not_the_mean_of_its_documents_log_likelihoods(own: dict[str, Any]) -> None:
+    """It is as lm-eval makes it of the tasks', where the group's file says how, and else there is none."""
+    wrong = {arm: [1 - one for one in values] for arm, values in ACC.items()}
+    both = together(perplexities(results("quiz", ACC)), perplexities(results("more", wrong)), own)
+    _, rows = summarise_tasks([both], n_resamples=50)
+    found = {r["arm"]: (r["value"], r["n"]) for r in rows if r["metric"] == "perplexity"}
+    assert found == (dict.fromkeys(ACC, (7.5, 60)) if own else {})
+    assert value(rows, "both", "mapped", "acc")["value"] == pytest.approx((0.7 + 0.3) / 2)
+
+
+def test_a_metric_that_is_no_mean_gives_an_accuracy_without_a_number_and_says_why() -> None:
+    result = perplexities(results("texts", ACC, metric="perplexity"))
+    _, rows = summarise_tasks([result], n_resamples=50)
+    row = value(rows, "texts", "mapped", "accuracy")
+    assert math.isnan(row["value"])
+    assert row["note"] == "undefined: perplexity is not the mean of its documents' values"
+    assert value(rows, "texts", "mapped", "perplexity")["value"] == pytest.approx(math.exp(2.0))

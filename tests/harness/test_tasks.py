@@ -6,11 +6,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from lm_eval.tasks import TaskManager
 
-from kvmap.errors import KvmapError
+from kvmap.errors import KvmapError, UnknownName
 from kvmap.harness.catalogue import TaskSpec, UnknownTask, UnreadableTask, load_tasks
 from kvmap.harness.mmlu_dev import dataset, parse
 from kvmap.harness.runner import ChatOptions, run_task
+from kvmap.harness.summary import summarise_tasks
+from kvmap.transfer import TransferOptions
 from tests.harness.conftest import Family, LocalTasks, identity_pool
 
 
@@ -37,6 +40,64 @@ class TestCatalogue:
     ) -> None:
         with pytest.raises(KvmapError, match="local_choices generates nothing"):
             load_tasks([TaskSpec("local_choices", generation={"until": ["x"]})], str(local_tasks.folder))
+
+    @pytest.mark.parametrize("metric", ["acc_norm", "acc", "exact_match,strict-match", "exact_match"])
+    def test_a_metric_that_a_task_has_may_be_asked_for(self, local_tasks: LocalTasks, metric: str) -> None:
+        name = "local_words" if "match" in metric else "local_choices"
+        (task,) = load_tasks([TaskSpec(name, metric=metric)], str(local_tasks.folder))
+        assert task.spec.metric == metric
+
+    @pytest.mark.parametrize(
+        ("name", "metric", "near"),
+        [
+            ("local_choices", "acc_nrm", "acc_norm"),
+            ("local_choices", "exact_match", None),
+            ("local_words", "exact_match,strict_match", "exact_match,strict-match"),
+            ("local_words", "acc", None),
+        ],
+    )
+    def test_a_metric_that_a_task_has_not_is_refused_with_the_nearest(
+        self, local_tasks: LocalTasks, name: str, metric: str, near: str | None
+    ) -> None:
+        with pytest.raises(UnknownName) as caught:
+            load_tasks([TaskSpec(name, metric=metric)], str(local_tasks.folder))
+        message = str(caught.value)
+        assert message.startswith(f"unknown metric of {name} (evaluation.tasks) '{metric}'.")
+        assert near is None or f"Did you mean '{near}'?" in message
+
+    def test_a_metric_that_only_the_first_answer_names_is_let_through(
+        self, local_tasks: LocalTasks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A function of the task's own may give several numbers, whose names nobody knows before."""
+        from lm_eval.api import registry
+
+        monkeypatch.setattr(registry, "METRIC_REGISTRY", {})
+        (task,) = load_tasks([TaskSpec("local_words", metric="pass@1")], str(local_tasks.folder))
+        assert task.spec.metric == "pass@1"
+
+    @pytest.mark.parametrize("error", [AttributeError("no such name"), TypeError("two arguments")])
+    def test_a_mistake_in_the_program_is_not_taken_for_missing_data(
+        self, local_tasks: LocalTasks, monkeypatch: pytest.MonkeyPatch, error: Exception
+    ) -> None:
+        def fails(*_: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(TaskManager, "load", fails)
+        with pytest.raises(type(error), match=str(error)):
+            load_tasks([TaskSpec("local_choices")], str(local_tasks.folder))
+
+    def test_a_missing_package_is_named_as_one(
+        self, local_tasks: LocalTasks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fails(*_: Any) -> None:
+            raise ModuleNotFoundError("No module named 'langdetect'")
+
+        monkeypatch.setattr(TaskManager, "load", fails)
+        complaint = (
+            r"local_choices: a package that it needs \(ModuleNotFoundError: No module named 'langdetect'"
+        )
+        with pytest.raises(UnreadableTask, match=complaint):
+            load_tasks([TaskSpec("local_choices")], str(local_tasks.folder))
 
     def test_all_data_that_cannot_be_had_are_named_at_once(self, tmp_path: Any) -> None:
         for name in ("one", "two"):
@@ -71,6 +132,12 @@ class TestMmluDev:
         assert Counter(len(item["choices"]) for item in items) == {4: 281, 5: 1}
         assert all(0 <= item["answer"] < len(item["choices"]) for item in items)
         assert all(choice for item in items for choice in item["choices"])
+
+    @pytest.mark.parametrize("limit", [9, 57, 60, 114, 282])
+    def test_any_limit_covers_the_subjects_evenly(self, limit: int) -> None:
+        counts = Counter(item["subject"] for item in dataset()["test"][:limit])
+        assert len(counts) == min(limit, 57)
+        assert max(counts.values()) - min(counts.values()) <= 1
 
     @pytest.mark.parametrize(
         ("question", "target", "expected"),
@@ -117,7 +184,7 @@ class TestMmluDev:
         assert [document.id for document in documents] == ["0", "1", "2"] * 2
         assert [d.content for d in documents[:3]] == [d.content for d in documents[3:]]
         record = result.record()["mmlu_dev"]
-        assert (record["version"], record["n_documents"], record["of"]) == (1.0, 3, 282)
+        assert (record["version"], record["n_documents"], record["of"]) == (1.1, 3, 282)
 
 
 class TestChat:
@@ -167,3 +234,22 @@ def test_examples_are_drawn_alike_for_every_arm_and_by_the_seed(
         assert by_arm[0] == by_arm[1] == by_arm[2]
         prompts[seed] = by_arm[0]
     assert prompts[1] != prompts[2]
+
+
+def test_a_task_whose_mapped_arm_would_be_the_target_is_refused(
+    llama: Family, local_tasks: LocalTasks
+) -> None:
+    """No context is longer than what the target reads itself. Whole texts are answered all the same."""
+    choices, texts = load_tasks(
+        [TaskSpec("local_choices", limit=2), TaskSpec("local_texts", limit=1)], str(local_tasks.folder)
+    )
+    options = TransferOptions(native_head=200, hold_back=50)
+    pool = identity_pool(llama, "target", "mapped", options=options)
+    complaint = r"task local_choices: native_head=200 and hold_back=50 cover every context .* mapped would"
+    with pytest.raises(KvmapError, match=complaint):
+        run_task(choices, pool, ChatOptions(), fewshot_seed=1)
+    assert pool.reading.n_contexts == 0
+    result = run_task(texts, pool, ChatOptions(), fewshot_seed=1)
+    _, rows = summarise_tasks([result], n_resamples=10)
+    (row,) = [row for row in rows if row["metric"] == "n_unmapped"]
+    assert (row["task"], row["arm"], row["value"], row["n"]) == ("local_texts", "mapped", 1, 1)
