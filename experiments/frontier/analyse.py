@@ -35,6 +35,9 @@ KNOBS = {
     "map_error": ("recompute: map error", "#009E73"),
     "random": ("recompute: random", "0.55"),
     "native_layers + attention": ("1 native layer + attention", "#CC79A7"),
+    "native_layers + random": ("1 native layer + random", "0.75"),
+    "native_layers + map_error": ("1 native layer + map error", "#F0E442"),
+    "native_layers + hold_back": ("1 native layer + held-back tokens", "#8B4513"),
     "hold_back + attention": ("16 held back + attention", "#56B4E9"),
 }
 
@@ -108,7 +111,9 @@ def result(jobs: list[Path]) -> dict[str, float]:
     lengths = [float(row["n_context"]) for row in read_table(jobs[0], "items") if row["arm"] == "mapped"]
     prefix = float(OmegaConf.load(jobs[0] / ".hydra" / "config.yaml").evaluation.perplexity.prefix_tokens)
     longest = max(int(row["length"]) for row in read_table(jobs[0], "hand_back"))
-    control = {f"{CONTROL}_{key}": value for key, value in quality(jobs, CONTROL).items()}
+    control = {}
+    if correct(jobs, CONTROL):
+        control = {f"{CONTROL}_{key}": value for key, value in quality(jobs, CONTROL).items()}
     return {
         "n_seeds": len(jobs),
         "n_items": len(correct(jobs, "mapped")),
@@ -171,15 +176,18 @@ def levels(axis: Axes, values: dict[str, float]) -> None:
 
 
 def line(axis: Axes, points: pd.DataFrame, knob: str, measure: str, at: str) -> None:
-    """One knob from where none is turned; dotted, the mean cache under the same knob."""
+    """One knob from where it is not turned; dotted, the mean cache under the same knob."""
     label, colour = KNOBS[knob]
-    turned = points[(points.knob == knob) | (points.knob == "")].sort_values(at)
+    start = points.knob == ""
+    if knob.startswith("native_layers + "):
+        start = (points.knob == "native_layers") & (points.native_layers == 1)
+    turned = points[(points.knob == knob) | start].sort_values(at)
     if len(turned) < 2:
         return
     errors = [turned[measure] - turned[f"{measure}_low"], turned[f"{measure}_high"] - turned[measure]]
     style = {"color": colour, "linewidth": 1.2, "label": label}
     axis.errorbar(turned[at], turned[measure], errors, marker="o", markersize=3, elinewidth=0.6, **style)
-    if knob in ("attention", "native_layers"):
+    if knob in ("attention", "native_layers", "hold_back") and turned[f"{CONTROL}_{measure}"].notna().all():
         axis.plot(turned[at], turned[f"{CONTROL}_{measure}"], ":", color=colour, label=f"{label}, bias only")
 
 

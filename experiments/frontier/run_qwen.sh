@@ -2,7 +2,7 @@
 # The same knobs on two real models, Qwen2.5-Coder 0.5B -> 1.5B. Usage: run_qwen.sh TEXT.jsonl QUESTIONS.jsonl [override ...]
 # TEXT: {"text": ...} a line; QUESTIONS: {"context", "choices", "answer"} a line. Further overrides go to every run, e.g.
 # pair.source.id=<folder> pair.target.id=<folder> where the hub is out of reach. Calibration, text and questions are those
-# of the first run of experiments/supports/run_qwen.sh, whose moments, answers and captures are found where that has run.
+# of the first run of experiments/supports/run_qwen.sh, whose captures, moments and answers are found where that has run.
 set -euo pipefail
 text=$1 questions=$2
 shift 2
@@ -11,13 +11,12 @@ kvmap=(python -m kvmap.run -m study=frontier_qwen pair=qwen25coder_05b_15b
     calibration=jsonl calibration.data.path="$text" calibration.batch_size=3 calibration.product_dtype=float32
     calibration.n_sequences=240 calibration.native_layers=4 calibration.keep_captures=true mapper=linear
     evaluation=jsonl evaluation.perplexity.data.path="$text" "evaluation.jsonl.paths=[$questions]"
-    evaluation.jsonl.limit=105 evaluation.generate=false evaluation.batch_size=15 evaluation.perplexity.n_sequences=6
-    'evaluation.arms=[target,source,mapped,bias_only,no_context]'
-    'evaluation.cost.lengths=[128,256,512]' evaluation.cost.repeats=3 evaluation.cost.warmup=1
-    'stages=[fit,evaluate]' "$@")
+    evaluation.jsonl.limit=80 evaluation.generate=false evaluation.batch_size=15 evaluation.perplexity.n_sequences=4
+    'evaluation.cost.lengths=[256]' evaluation.cost.repeats=2 evaluation.cost.warmup=1 'stages=[fit,evaluate]' "$@")
+arms='evaluation.arms=[target,source,mapped,no_context]'
+controlled='evaluation.arms=[target,source,mapped,bias_only,no_context]'
 
-"${kvmap[@]}" mapper.native_layers=0,1,4
-"${kvmap[@]}" transfer.hold_back=4,16,64
-"${kvmap[@]}" transfer.recompute_rule=attention,map_error,random transfer.recompute_share=0.01,0.05,0.1,0.25
-# two knobs together
-"${kvmap[@]}" mapper.native_layers=1 transfer.recompute_rule=attention transfer.recompute_share=0.05,0.1,0.25
+"${kvmap[@]}" "$controlled" mapper.native_layers=1 transfer.recompute_rule=attention transfer.recompute_share=0.05,0.15
+"${kvmap[@]}" "$controlled" mapper.native_layers=0,1,4
+"${kvmap[@]}" "$arms" mapper.native_layers=1 transfer.recompute_rule=random,map_error transfer.recompute_share=0.15
+"${kvmap[@]}" "$arms" mapper.native_layers=1 transfer.hold_back=16
