@@ -44,3 +44,6 @@ few=(calibration.n_sequences=90 calibration.mode=head_local calibration.native_l
     mapper.top_k=12 mapper.native_layers=1)
 "${kvmap[@]}" "${few[@]}" mapper=weighted
 "${kvmap[@]}" "${few[@]}" mapper=head_local
+
+# 9. A network in place of the values' ridge; keys stay linear.
+"${kvmap[@]}" "${prose[@]}" mapper=mlp mapper.mlp.form=values_only mapper.mlp.standardise=true "${network[@]}"
