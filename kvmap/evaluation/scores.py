@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -97,3 +98,18 @@ def kept_of_target(scores: Scores, arm: str, *, floor: bool) -> Iterator[tuple[s
     if "source" in scores.arms and arm != "source":
         what = "the target's lead over the source"
         yield "gain_recovered", scores.ratio((arm, "source"), ("target", "source"), what)
+
+
+def arm_row(task: str, arm: str, metric: str, estimate: Estimate) -> dict[str, Any]:
+    """One row of table `arms`."""
+    return {
+        "task": task,
+        "arm": arm,
+        "metric": metric,
+        "value": estimate.value,
+        "n": estimate.n,
+        "standard_error": estimate.standard_error,
+        "low": estimate.low,
+        "high": estimate.high,
+        "note": estimate.note,
+    }

@@ -11,7 +11,7 @@ import numpy as np
 from kvmap.evaluation import statistics
 from kvmap.evaluation.arms import MAPPERLESS
 from kvmap.evaluation.judging import ItemResult
-from kvmap.evaluation.scores import CHANCE, Scores, average, kept_of_target, scores_of
+from kvmap.evaluation.scores import CHANCE, Scores, arm_row, average, kept_of_target, scores_of
 from kvmap.evaluation.sequence_scores import PerplexityResult
 from kvmap.evaluation.statistics import Estimate, Floats
 from kvmap.metrics import Metric
@@ -78,7 +78,7 @@ def summarise_items(
             rows += _accuracy_rows(AVERAGE, metric, average(scored), columns)
     for task, table in tasks.items():
         truncated = [float(next(iter(row.values())).n_truncated > 0) for row in table.values()]
-        rows.append(_row(task, ALL_ARMS, "n_truncated", Estimate(sum(truncated), len(truncated))))
+        rows.append(arm_row(task, ALL_ARMS, "n_truncated", Estimate(sum(truncated), len(truncated))))
         for arm in next(iter(table.values())):
             rows += _unmapped_rows(task, arm, [row[arm].n_mapped for row in table.values()])
         rows += _unavailable_rows(task, "accuracy", unavailable)
@@ -119,11 +119,11 @@ def summarise_perplexity(
         for other in ("target", "source"):
             if other in results and arm != other:
                 gap = statistics.paired_difference(_per_token(result), _per_token(results[other]), **settings)
-                rows.append(_row(task, arm, f"nll_minus_{other}_nats", gap))
+                rows.append(arm_row(task, arm, f"nll_minus_{other}_nats", gap))
         if arm not in ("target", "no_context") and {"target", "no_context"} <= set(results):
             native, none = results["target"].nll, results["no_context"].nll
             carried = statistics.context_carried(result.nll, native, none, **settings)
-            rows.append(_row(task, arm, "context_carried", carried))
+            rows.append(arm_row(task, arm, "context_carried", carried))
     return _summary(rows + _unavailable_rows(task, "perplexity", unavailable))
 
 
@@ -151,18 +151,18 @@ def _columns(table: Mapping[Any, Mapping[str, ItemResult]], field: str) -> dict[
 
 def _accuracy_rows(task: str, metric: str, scores: Scores, columns: Mapping[str, Floats]) -> list[Row]:
     """One accuracy of every arm, and for the likeliest choice and generations how it stands to others'."""
-    rows = [_row(task, arm, metric, scores.mean(arm)) for arm in scores.arms]
+    rows = [arm_row(task, arm, metric, scores.mean(arm)) for arm in scores.arms]
     if metric == "accuracy_norm":
         return rows
     prefix = "generated_" if metric == "generated_accuracy" else ""
     for arm in scores.arms:
         if "target" in scores.arms and arm != "target":
             ratios = kept_of_target(scores, arm, floor=not prefix)
-            rows += [_row(task, arm, f"{prefix}{name}", estimate) for name, estimate in ratios]
+            rows += [arm_row(task, arm, f"{prefix}{name}", estimate) for name, estimate in ratios]
         for other, name in (("target", "mcnemar_p"), ("source", "mcnemar_source_p")):
             if other in scores.arms and arm != other:
-                rows.append(_row(task, arm, f"{metric}_minus_{other}", scores.difference(arm, other)))
-                rows.append(_row(task, arm, f"{prefix}{name}", _mcnemar(columns[arm], columns[other])))
+                rows.append(arm_row(task, arm, f"{metric}_minus_{other}", scores.difference(arm, other)))
+                rows.append(arm_row(task, arm, f"{prefix}{name}", _mcnemar(columns[arm], columns[other])))
     return rows
 
 
@@ -180,10 +180,10 @@ def _perplexity_rows(task: str, arm: str, result: PerplexityResult) -> list[Row]
     kl = statistics.mean(np.array(result.kl) / counts)
     agreement = statistics.mean(np.array(result.agreement) / counts)
     return [
-        _row(task, arm, "perplexity", perplexity),
-        _row(task, arm, "nll_nats", nll),
-        _row(task, arm, "kl_nats", kl),
-        _row(task, arm, "top1_agreement", agreement),
+        arm_row(task, arm, "perplexity", perplexity),
+        arm_row(task, arm, "nll_nats", nll),
+        arm_row(task, arm, "kl_nats", kl),
+        arm_row(task, arm, "top1_agreement", agreement),
     ]
 
 
@@ -200,28 +200,14 @@ def _unmapped_rows(task: str, arm: str, n_mapped: Sequence[int]) -> list[Row]:
     """Of an arm that maps: of how many contexts it mapped nothing."""
     if arm in MAPPERLESS or not n_mapped:
         return []
-    return [_row(task, arm, "n_unmapped", Estimate(float(sum(n == 0 for n in n_mapped)), len(n_mapped)))]
+    return [arm_row(task, arm, "n_unmapped", Estimate(float(sum(n == 0 for n in n_mapped)), len(n_mapped)))]
 
 
 def _unavailable_rows(task: str, metric: str, reasons: Mapping[str, str] | None) -> list[Row]:
     return [
-        _row(task, arm, metric, Estimate(math.nan, 0, note=f"unavailable: {reason}"))
+        arm_row(task, arm, metric, Estimate(math.nan, 0, note=f"unavailable: {reason}"))
         for arm, reason in (reasons or {}).items()
     ]
-
-
-def _row(task: str, arm: str, metric: str, estimate: Estimate) -> Row:
-    return {
-        "task": task,
-        "arm": arm,
-        "metric": metric,
-        "value": estimate.value,
-        "n": estimate.n,
-        "standard_error": estimate.standard_error,
-        "low": estimate.low,
-        "high": estimate.high,
-        "note": estimate.note,
-    }
 
 
 def _summary(rows: list[Row]) -> Summary:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvmap.evaluation import statistics
 from kvmap.evaluation.arms import MAPPERLESS
-from kvmap.evaluation.scores import CHANCE, Scores, average, kept_of_target, scores_of
+from kvmap.evaluation.scores import CHANCE, Scores, arm_row, average, kept_of_target, scores_of
 from kvmap.evaluation.statistics import Estimate, Floats
 from kvmap.harness.catalogue import metric_name
 from kvmap.harness.runner import Document, TaskResults, flat
@@ -92,7 +92,8 @@ def summarise_tasks(
         measured = measures(result)
         for one in measured:
             rows += [
-                _row(one.task, arm, flat(one.metric), statistics.mean(one.columns[arm])) for arm in one.arms
+                arm_row(one.task, arm, flat(one.metric), statistics.mean(one.columns[arm]))
+                for arm in one.arms
             ]
         rows += _of_all_documents(result, {one.metric for one in measured})
         if (chosen := accuracy_of(measured, result.task.spec.metric)) is not None:
@@ -103,7 +104,9 @@ def summarise_tasks(
             rows += _without_accuracy(result)
         rows += [_truncated(result), *_unmapped(result)]
         rows += [
-            _row(result.task.spec.title, arm, "accuracy", Estimate(math.nan, 0, note=f"unavailable: {why}"))
+            arm_row(
+                result.task.spec.title, arm, "accuracy", Estimate(math.nan, 0, note=f"unavailable: {why}")
+            )
             for arm, why in (unavailable or {}).items()
         ]
     if len(scored) > 1:
@@ -175,7 +178,7 @@ def _of_all_documents(result: TaskResults, done: Iterable[str]) -> list[Row]:
     for arm, results in result.by_arm.items():
         n = sum(results["n-samples"][task]["effective"] for task in tasks)
         rows += [
-            _row(result.task.spec.title, arm, flat(metric), Estimate(value, n))
+            arm_row(result.task.spec.title, arm, flat(metric), Estimate(value, n))
             for metric, value in _aggregated(result, arm, name)
             if metric not in done
         ]
@@ -186,20 +189,20 @@ def _without_accuracy(result: TaskResults) -> list[Row]:
     """Rows that say why there is no accuracy though a metric was asked for."""
     note = f"undefined: {result.task.spec.metric} is not the mean of its documents' values"
     return [
-        _row(result.task.spec.title, arm, "accuracy", Estimate(math.nan, 0, note=note))
+        arm_row(result.task.spec.title, arm, "accuracy", Estimate(math.nan, 0, note=note))
         for arm in result.by_arm
     ]
 
 
 def _accuracy_rows(task: str, scores: Scores) -> list[Row]:
     """Accuracy under every arm, and how it stands to the target's and the source's."""
-    rows = [_row(task, arm, "accuracy", scores.mean(arm)) for arm in scores.arms]
+    rows = [arm_row(task, arm, "accuracy", scores.mean(arm)) for arm in scores.arms]
     for arm in scores.arms:
         if "target" in scores.arms and arm != "target":
             kept = kept_of_target(scores, arm, floor=CHANCE in scores.value)
-            rows += [_row(task, arm, name, estimate) for name, estimate in kept]
+            rows += [arm_row(task, arm, name, estimate) for name, estimate in kept]
         rows += [
-            _row(task, arm, f"accuracy_minus_{other}", scores.difference(arm, other))
+            arm_row(task, arm, f"accuracy_minus_{other}", scores.difference(arm, other))
             for other in ("target", "source")
             if other in scores.arms and arm != other
         ]
@@ -214,7 +217,7 @@ def _tests(measured: Measured) -> list[Row]:
     for other, name in (("target", "mcnemar_p"), ("source", "mcnemar_source_p")):
         for arm in measured.arms if other in measured.arms else ():
             if arm != other:
-                rows.append(_row(measured.task, arm, name, _mcnemar(measured, arm, other)))
+                rows.append(arm_row(measured.task, arm, name, _mcnemar(measured, arm, other)))
     return rows
 
 
@@ -240,7 +243,7 @@ def _average_rows(scored: Sequence[Scores]) -> list[Row]:
     rows = _accuracy_rows(AVERAGE, average(alike))
     for arm in alike[0].arms:
         if "target" in names and arm != "target":
-            rows.append(_row(AVERAGE, arm, "mean_retention", _mean_retention(alike, arm)))
+            rows.append(arm_row(AVERAGE, arm, "mean_retention", _mean_retention(alike, arm)))
     return rows
 
 
@@ -268,7 +271,7 @@ def _truncated(result: TaskResults) -> Row:
     """Documents with a context that was cut; the same for every arm."""
     facts = next(iter(result.facts.values())).values()
     n_cut = sum(fact.n_truncated > 0 for fact in facts)
-    return _row(result.task.spec.title, ALL_ARMS, "n_truncated", Estimate(float(n_cut), len(facts)))
+    return arm_row(result.task.spec.title, ALL_ARMS, "n_truncated", Estimate(float(n_cut), len(facts)))
 
 
 def _unmapped(result: TaskResults) -> list[Row]:
@@ -278,22 +281,8 @@ def _unmapped(result: TaskResults) -> list[Row]:
         if arm not in MAPPERLESS:
             n_unmapped = sum(fact.n_mapped == 0 for fact in facts.values())
             estimate = Estimate(float(n_unmapped), len(facts))
-            rows.append(_row(result.task.spec.title, arm, "n_unmapped", estimate))
+            rows.append(arm_row(result.task.spec.title, arm, "n_unmapped", estimate))
     return rows
-
-
-def _row(task: str, arm: str, metric: str, estimate: Estimate) -> Row:
-    return {
-        "task": task,
-        "arm": arm,
-        "metric": metric,
-        "value": estimate.value,
-        "n": estimate.n,
-        "standard_error": estimate.standard_error,
-        "low": estimate.low,
-        "high": estimate.high,
-        "note": estimate.note,
-    }
 
 
 def _metrics(rows: Iterable[Row]) -> dict[str, Metric]:
