@@ -50,6 +50,7 @@ MAY_IMPORT = {
     "evaluation": TRANSFER | {"evaluation"},
     "harness": TRANSFER | {"evaluation", "harness"},
     "benchmark": TRANSFER | {"benchmark"},
+    "studies": BASE | {"evaluation", "tracking", "studies"},
     "stages": TRANSFER
     | {"stages", "config", "artifacts", "tracking", "report", "figures"}
     | {"diagnostics", "evaluation", "harness", "benchmark"},

@@ -23,7 +23,8 @@ SELECTION_RULES = ("r2", "forward", "cosine", "proportional", "all")
 ROPE_STRATEGIES = ("strip", "coupled", "no_rerotate")
 TEXT_KINDS = ("world", "jsonl", "text", "hf")
 PACKINGS = ("document", "packed")
-ARMS = ("target", "source", "mapped", "bias_only", "raw", "random", "no_context")
+ARMS = ("target", "source", "mapped", "bias_only", "raw", "random", "own_keys", "own_values", "no_context")
+DEFAULT_ARMS = ("target", "source", "mapped", "bias_only", "raw", "random", "no_context")
 REQUIRED_ARMS = ("target", "mapped", "no_context")
 RECOMPUTE_RULES = ("attention", "map_error", "random")
 WORLD_KINDS = ("where", "colour", "holder", "two_hop", "moved", "count")
@@ -325,7 +326,7 @@ class ChatConfig:
 class EvaluationConfig:
     """What a transferred cache is judged on, and against what."""
 
-    arms: list[str] = field(default_factory=lambda: list(ARMS))
+    arms: list[str] = field(default_factory=lambda: list(DEFAULT_ARMS))
     world: WorldItemsConfig = field(default_factory=WorldItemsConfig)
     jsonl: JsonlItemsConfig = field(default_factory=JsonlItemsConfig)
     perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)

@@ -6,6 +6,7 @@
 | `source` | source | its own cache: what one had |
 | `mapped` | target | the source's cache through the mapper |
 | `bias_only`, `raw`, `random` | target | the source's cache through a control's mapper |
+| `own_keys`, `own_values` | target | the mapped cache, but all keys, or all values, the target's own |
 | `no_context` | target | nothing but the held-back tokens (after BOS, where the tokenizer adds it) |
 
 Any other name may be given with a mapper of its own. The source reads each batch once, whatever the arms.
@@ -32,9 +33,11 @@ from kvmap.models.cache import KVCache
 from kvmap.models.capture import prefill
 from kvmap.models.pair import LoadedModel, ModelIdentity, ModelPair
 from kvmap.models.storage import load_kv, save_kv
-from kvmap.transfer import HandOff, TransferOptions, native, transfer
+from kvmap.transfer import HandOff, OwnKind, TransferOptions, native, transfer
 
-ARMS = ("target", "source", "mapped", "bias_only", "raw", "random", "no_context")
+ARMS = ("target", "source", "mapped", "bias_only", "raw", "random", "own_keys", "own_values", "no_context")
+ORACLES: Mapping[str, OwnKind] = {"own_keys": "key", "own_values": "value"}
+"""Arms on the run's own map, with what of it is replaced by the target's own."""
 MAPPERLESS = ("target", "source", "no_context")
 
 _logger = logging.getLogger(__name__)
@@ -240,6 +243,7 @@ def _transferred(
         target,
         batch.input_ids,
         batch.attention_mask,
+        own_kind=ORACLES.get(arm),
         **asdict(options),
     )
     if hand_off.n_clamped:

@@ -24,6 +24,8 @@ ARM_COLOURS = {
     "bias_only": "#E69F00",
     "raw": "#CC79A7",
     "random": "#009E73",
+    "own_keys": "#F0E442",
+    "own_values": "#000000",
     "no_context": "#999999",
 }
 ARMS = tuple(ARM_COLOURS)  # the order of every table and figure

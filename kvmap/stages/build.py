@@ -14,6 +14,7 @@ import torch
 from kvmap.artifacts import content_key
 from kvmap.diagnostics.compression import CompressionGate, compression_rows
 from kvmap.errors import KvmapError
+from kvmap.evaluation.arms import ORACLES
 from kvmap.fit.features import Recipe
 from kvmap.fit.linear import LinearWeights, Penalties, Penalty, fit_linear
 from kvmap.fit.mlp import MLPSettings, train_mlp
@@ -114,7 +115,7 @@ def build_arms(ctx: Context) -> dict[str, Mapper | KvmapError | None]:
     """What stands for each arm: a mapper, None where it needs none, or the error why there is none."""
     arms: dict[str, Mapper | KvmapError | None] = {}
     for arm in ctx.cfg.evaluation.arms:
-        if arm == "mapped":
+        if arm == "mapped" or arm in ORACLES:
             arms[arm] = ctx.mapper
         elif arm in CONTROLS:
             try:

@@ -15,6 +15,7 @@ from kvmap.transfer.context import TransferError
 from kvmap.transfer.continuation import continue_greedy, score_continuations
 from kvmap.transfer.cost import HandOffFlops, handoff_flops, native_share
 from kvmap.transfer.handoff import HandOff, TransferOptions, native, transfer
+from kvmap.transfer.oracle import OwnKind
 from kvmap.transfer.recompute import RECOMPUTE_RULES
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "ROPE_STRATEGIES",
     "HandOff",
     "HandOffFlops",
+    "OwnKind",
     "TransferError",
     "TransferOptions",
     "calibration_view",

@@ -31,6 +31,7 @@ from kvmap.transfer.context import (
     prepare_prefix,
     read_context,
 )
+from kvmap.transfer.oracle import OwnKind, with_own
 from kvmap.transfer.recompute import RECOMPUTE_RULES, Handed, recompute
 
 
@@ -139,6 +140,7 @@ def transfer(
     recompute_rule: str = "attention",
     recompute_seed: int = 0,
     native_prefix: KVCache | None = None,
+    own_kind: OwnKind | None = None,
 ) -> HandOff:
     """Hand a context over: map the source's cache, let the target run the rest ([H] §3.4).
 
@@ -164,6 +166,8 @@ def transfer(
         native_prefix: the target's own cache of the first q tokens of each row (or one row that serves all),
             used as it is; `native_head` then only counts what it exceeds q by. That it holds these tokens
             is the caller's to know: a cache carries no ids. Native layers read its tokens again.
+        own_kind: an oracle for diagnosis: all "key"s, or all "value"s, are the target's own after all, of a
+            prefill of the whole context; see `kvmap.transfer.oracle`.
 
     A dynamic or longrope model runs its own first tokens with the frequencies of the whole context. A
     `native_prefix` read within a shorter context is turned to them, but keeps the hidden states it had there.
@@ -188,6 +192,8 @@ def transfer(
     columns = split_columns(context, own)
     made, n_clamped = map_columns(source_kv, mapper, target, columns, options.rope, rotations)
     joined = join_columns(target, columns, head, made, rotations)
+    if own_kind is not None:
+        joined = with_own(target, context, joined, own_kind)
     cut, recomputed = _recomputed(target, columns, joined, mapper.native_layers, options)
     mapped = tuple((context.n_cut - own).tolist())
     n_native, n_mapped, n_recomputed = int(own.sum()), sum(mapped), sum(recomputed)
@@ -195,7 +201,7 @@ def transfer(
         cut,
         exact=n_mapped == n_recomputed and (head is None or head.exact),
         owner=target.identity if n_mapped == n_recomputed else None,
-        mixed=options.rope == "no_rerotate" and n_mapped > n_recomputed,
+        mixed=options.rope == "no_rerotate" and own_kind != "key" and n_mapped > n_recomputed,
     )
     logits, kv = _run_tail(target, context, cut)
     return HandOff(

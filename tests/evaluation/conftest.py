@@ -79,6 +79,8 @@ def arms(moments):
         "bias_only": BiasOnlyMapper.from_moments(moments),
         "raw": RawMapper(moments.source_shape, moments.target_shape),
         "random": RandomMapper.from_fitted(fitted, moments, seed=0),
+        "own_keys": LinearMapper(fitted),
+        "own_values": LinearMapper(fitted),
         "no_context": None,
     }
 
