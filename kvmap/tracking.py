@@ -24,7 +24,7 @@ from kvmap.errors import KvmapError, UnknownName
 from kvmap.files import read_json, replacing, write_csv, write_json, write_text
 from kvmap.locks import machine, process_lives, process_start
 from kvmap.metrics import Metric
-from kvmap.wandb_mirror import WandbMirror
+from kvmap.wandb_mirror import RETENTION_TABLE, WandbMirror
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -153,6 +153,8 @@ class Run:
             if self._mirror is not None:
                 for name, (columns, rows) in self._tables.items():
                     self._mirror.table(name, columns, rows)
+                retention = self._tables.get(RETENTION_TABLE)
+                self._mirror.results(self.study, self.directory, self.metrics, retention)
                 self._mirror.finish(exit_code=int(failed))
             self._close_log()
 

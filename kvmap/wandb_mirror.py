@@ -7,16 +7,70 @@ stays silent: results, exit status and the local files are the same with and wit
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvmap.metrics import Metric
 
+JOB_TYPE = "run"
+ARTIFACT_TYPE = "results"
+RETENTION_TABLE = "arms"
+RECORDS = ("run.json", "metrics.json", "report.md", "report.html")
+TAG_CHARACTERS = 64  # W&B takes no longer ones
+
+HEADLINE = {
+    "accuracy": ("evaluate", "accuracy"),
+    "retention": ("evaluate", "retention"),
+    "floor_retention": ("evaluate", "floor_retention"),
+    "gain_recovered": ("evaluate", "gain_recovered"),
+    "context_carried": ("evaluate", "context_carried"),
+    "perplexity": ("evaluate", "perplexity"),
+    "kl_nats": ("evaluate", "kl_nats"),
+    "attention_cosine": ("diagnose", "attention_cosine"),
+    "r2_key": ("diagnose", "r2_key"),
+    "r2_value": ("diagnose", "r2_value"),
+}
+"""Numbers of the mapped arm by which runs are compared, with the stage and the metric each comes from."""
+CHOSEN_TASKS = {"evaluate": ("average", "tasks_average"), "diagnose": ("held_out", "questions", "evaluation")}
+"""Of several tasks or texts that have the metric, the first of these; else the one that there is."""
+
 _logger = logging.getLogger(__name__)
+
+
+def headline(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The numbers that stand for a run, under `headline/<name>`; what it did not measure is left out."""
+    return {f"headline/{name}": value for name, value in _headline(metrics)}
+
+
+def _headline(metrics: Mapping[str, Metric]) -> Iterator[tuple[str, float]]:
+    for name, (stage, metric) in HEADLINE.items():
+        found = {
+            key.split("/")[1]: entry.value
+            for key, entry in metrics.items()
+            if re.fullmatch(f"{stage}/[^/]+/mapped/{metric}", key) and math.isfinite(entry.value)
+        }
+        task = next((task for task in CHOSEN_TASKS[stage] if task in found), None)
+        if task is None and len(found) == 1:
+            task = next(iter(found))
+        if task is not None:
+            yield name, found[task]
+
+
+def tags_of(config: Mapping[str, Any]) -> list[str]:
+    """Pair, kind of the mapper, its support and the direction: what runs are filtered by."""
+    pair, mapper = config.get("pair"), config.get("mapper")
+    given = [
+        pair.get("name") if isinstance(pair, Mapping) else pair,
+        *([mapper.get("kind"), mapper.get("support")] if isinstance(mapper, Mapping) else [mapper]),
+        config.get("direction"),
+    ]
+    return list(dict.fromkeys(str(tag)[:TAG_CHARACTERS] for tag in given if tag))
 
 
 class WandbMirror:
@@ -50,7 +104,7 @@ class WandbMirror:
         self._seconds = seconds
         self._run: Any = None
         self._dead = False
-        where = {"project": project, "entity": entity, "group": group or study}
+        where = {"project": project, "entity": entity, "group": group or study, "job_type": JOB_TYPE}
         self._call("start", lambda: self._start(directory, study, config, where), seconds)
 
     def _start(
@@ -75,6 +129,7 @@ class WandbMirror:
             resume="never",
             dir=str(directory),
             config=dict(config),
+            tags=tags_of(config),
             reinit="create_new",  # a sweep in one process has one W&B run per job
             settings=settings,
         )
@@ -92,15 +147,7 @@ class WandbMirror:
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
         """A table, with every cell as text or number."""
-
-        def send() -> None:
-            import wandb
-
-            data = [[row.get(column) for column in columns] for row in rows]
-            table = wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)
-            self._run.log({f"tables/{name}": table})
-
-        self._call("table", send)
+        self._call("table", lambda: self._run.log({f"tables/{name}": _table(columns, rows)}))
 
     def figure(self, name: str, path: Path) -> None:
         """A picture that lies on disk."""
@@ -111,6 +158,41 @@ class WandbMirror:
             self._run.log({f"figures/{name}": wandb.Image(str(path))})
 
         self._call("figure", send)
+
+    def results(
+        self,
+        study: str,
+        directory: Path,
+        metrics: Mapping[str, Metric],
+        retention: tuple[Sequence[str], Sequence[Mapping[str, Any]]] | None,
+    ) -> None:
+        """The run's headline numbers into its summary, and its files as the artifact `<study>-results`.
+
+        Args:
+            study: part of the artifact's name.
+            directory: of the run; its tables, records and reports go into the artifact.
+            metrics: all of the run.
+            retention: columns and rows of the table `arms`, shown in the artifact; None: there is none.
+        """
+
+        def send() -> None:
+            import wandb
+
+            numbers = headline(metrics)
+            self._run.summary.update(numbers)
+            name = f"{re.sub(r'[^A-Za-z0-9_.-]', '-', study)}-results"
+            artifact = wandb.Artifact(
+                name, type=ARTIFACT_TYPE, metadata={"run": str(directory.name), **numbers}
+            )
+            if retention is not None:
+                artifact.add(_table(*retention), RETENTION_TABLE)
+            files = [directory / record for record in RECORDS]
+            for path in [*files, *sorted((directory / "tables").glob("*.csv"))]:
+                if path.is_file():
+                    artifact.add_file(str(path), path.relative_to(directory).as_posix())
+            self._run.log_artifact(artifact)
+
+        self._call("results", send)
 
     def note(self, facts: Mapping[str, Any]) -> None:
         """Facts learnt after the start, added to the W&B config."""
@@ -145,3 +227,10 @@ class WandbMirror:
                 what,
                 reason[0],
             )
+
+
+def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Any:
+    import wandb
+
+    data = [[row.get(column) for column in columns] for row in rows]
+    return wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)

@@ -34,6 +34,7 @@ REQUIRED = {
     "calibration=jsonl": ["calibration.data.path=a.jsonl"],
     "evaluation=jsonl": ["evaluation.perplexity.data.path=a.jsonl"],
     "evaluation=local": ["evaluation.jsonl.folder=."],
+    "experiment=calibration_domain": ["calibration.data.path=a.jsonl"],
     "experiment=first_transfer": ["calibration.data.path=a.jsonl", "evaluation.perplexity.data.path=a.jsonl"],
 }
 
@@ -220,6 +221,12 @@ FITTING_MISTAKES = {
     "mapper.compression.max_kl_nats=-1": ("mapper.compression.max_kl_nats=-1.0", "at least 0"),
     "mapper.compression.n_sequences=0": ("mapper.compression.n_sequences=0", "at least 1"),
     "diagnostics.n_sequences=0": ("diagnostics.n_sequences=0", "at least 1"),
+    "diagnostics.texts=[heldout]": ("diagnostics.texts=heldout", "did you mean 'held_out'"),
+    "diagnostics.texts=[questions,questions]": (
+        "diagnostics.texts=['questions', 'questions']",
+        "stands twice",
+    ),
+    "diagnostics.rare_share=1": ("diagnostics.rare_share=1.0", "expected a share"),
     "calibration.native_layers=-1": ("calibration.native_layers=-1", "at least 0"),
     "calibration.sensitivity_boundaries=0": ("calibration.sensitivity_boundaries=0", "at least 1"),
     "calibration.keep_captures=maybe": ("calibration.keep_captures=maybe", "expected auto, true or false"),

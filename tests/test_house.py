@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "wandb_mirror": {"metrics"},
     "tracking": BASE | {"provenance", "wandb_mirror"},
     "figures": {"figures"},
-    "report": BASE | {"figures", "tracking"},
+    "report": BASE | {"config", "evaluation", "figures", "report", "studies", "tracking"},
     "config": BASE,
     "zoo": BASE | {"zoo"},
     "data": BASE | {"data", "zoo"},
@@ -49,8 +49,9 @@ MAY_IMPORT = {
     "diagnostics": TRANSFER | {"diagnostics"},
     "evaluation": TRANSFER | {"evaluation"},
     "harness": TRANSFER | {"evaluation", "harness"},
-    "benchmark": TRANSFER | {"benchmark"},
+    "benchmark": TRANSFER | {"diagnostics", "benchmark"},
     "studies": BASE | {"evaluation", "tracking", "studies"},
+    "prediction": BASE | {"evaluation", "figures", "studies", "prediction"},
     "stages": TRANSFER
     | {"stages", "config", "artifacts", "tracking", "report", "figures"}
     | {"diagnostics", "evaluation", "harness", "benchmark"},

@@ -63,7 +63,7 @@ def result(jobs: list[Path]) -> dict[str, Any]:
     def each(key: str) -> list[float]:
         return [found[key]["value"] for found in metrics]
 
-    cosines = each("diagnose/attention_output/mapped/cosine")
+    cosines = each("diagnose/held_out/mapped/attention_cosine")
     seconds = [read_json(job / "run.json")["stages"]["fit"]["seconds"] for job in jobs]
     gained = mean(np.asarray(mapped) - np.asarray(source))
     return {

@@ -6,7 +6,14 @@ None of them knows torch, nor what the settings are used for: `kvmap.stages` is 
 
 from __future__ import annotations
 
-from kvmap.config.hydra import checkout_root, config_path, outputs_root, register, start_token
+from kvmap.config.hydra import (
+    checkout_root,
+    composed_defaults,
+    config_path,
+    outputs_root,
+    register,
+    start_token,
+)
 from kvmap.config.judging import unknown_keys
 from kvmap.config.schema import (
     STAGES,
@@ -23,6 +30,7 @@ __all__ = [
     "ModelConfig",
     "TextConfig",
     "checkout_root",
+    "composed_defaults",
     "config_path",
     "outputs_root",
     "register",

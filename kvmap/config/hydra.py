@@ -1,4 +1,4 @@
-"""What Hydra is given: where `conf/` and `outputs/` are, the schema, and two resolvers."""
+"""What Hydra is given (where `conf/` and `outputs/` are, schema, resolvers), and what it composes to."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import secrets
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from kvmap.config.schema import Config
 
@@ -42,4 +43,31 @@ def register() -> None:
 
     ConfigStore.instance().store(name="kvmap_schema", node=Config)
     OmegaConf.register_new_resolver("kvmap.outputs", outputs_root, replace=True)
-    OmegaConf.register_new_resolver("kvmap.token", start_token, replace=True)
+    # Kept with the configuration, which travels to the jobs of a sweep: they share one directory.
+    OmegaConf.register_new_resolver("kvmap.token", start_token, replace=True, use_cache=True)
+
+
+@cache
+def composed_defaults() -> dict[str, Any]:
+    """Every setting of `python -m kvmap.run` without overrides, as plain values; do not change them.
+
+    A Hydra application that is running in this process goes on as it was.
+    """
+    from hydra import compose, initialize_config_dir, initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
+
+    register()
+    running, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
+    root = checkout_root()
+    try:
+        with (
+            initialize_config_dir(str(root / "conf"), version_base="1.3")
+            if root
+            else initialize_config_module("kvmap.conf", version_base="1.3")
+        ):
+            cfg = compose("config")
+    finally:
+        GlobalHydra.instance().hydra = running
+    composed: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    return composed

@@ -26,6 +26,7 @@ PACKINGS = ("document", "packed")
 ARMS = ("target", "source", "mapped", "bias_only", "raw", "random", "own_keys", "own_values", "no_context")
 DEFAULT_ARMS = ("target", "source", "mapped", "bias_only", "raw", "random", "no_context")
 REQUIRED_ARMS = ("target", "mapped", "no_context")
+DIAGNOSTIC_TEXTS = ("held_out", "evaluation", "questions")
 RECOMPUTE_RULES = ("attention", "map_error", "random")
 WORLD_KINDS = ("where", "colour", "holder", "two_hop", "moved", "count")
 NEEDLE_KINDS = ("where", "colour", "holder")
@@ -208,12 +209,16 @@ class TransferConfig:
 
 @dataclass
 class DiagnosticsConfig:
-    """Reconstruction quality per layer and head, and what it says of the target's attention."""
+    """Reconstruction quality per layer and head, and what the target's attention makes of it on some texts.
+
+    `texts: []` reads none; a text that the run does not have is left out.
+    """
 
     splits: list[str] = field(default_factory=lambda: ["fit", "held_out"])
     conditioning: bool = True
-    attention_output: bool = True
+    texts: list[str] = field(default_factory=lambda: ["evaluation", "questions"])
     n_sequences: int = 8
+    rare_share: float = 0.05
 
 
 @dataclass

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from kvmap.config.diagnostics_rules import diagnostics_mistakes
 from kvmap.config.evaluation_rules import evaluation_mistakes
 from kvmap.config.judging import unknown_name
 from kvmap.config.mapper_rules import mapper_mistakes
@@ -58,6 +59,7 @@ def validate(cfg: Config) -> list[str]:
         *_calibration(cfg),
         *_texts(cfg),
         *_hand_back(cfg),
+        *diagnostics_mistakes(cfg),
         *evaluation_mistakes(cfg),
     ]
 

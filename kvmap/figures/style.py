@@ -29,6 +29,7 @@ ARM_COLOURS = {
     "no_context": "#999999",
 }
 ARMS = tuple(ARM_COLOURS)  # the order of every table and figure
+KINDS = {"key": ("#0072B2", "o", "keys"), "value": ("#D55E00", "s", "values")}  # colour, marker, name
 OTHER_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#000000")
 
 STYLE: dict[Any, Any] = {
@@ -56,6 +57,21 @@ def records(rows: Any) -> list[dict[str, Any]]:
 def number(value: Any) -> float:
     """A cell as a float; NaN where it is empty."""
     return math.nan if value in (None, "") else float(value)
+
+
+def finite(values: Iterable[float]) -> list[float]:
+    """Those that are neither NaN nor infinite."""
+    return [value for value in values if math.isfinite(value)]
+
+
+def texts_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Values of the column `text` as they come; one empty name where there is no such column."""
+    return list(dict.fromkeys(str(row.get("text") or "") for row in rows))
+
+
+def spoken(name: str) -> str:
+    """`held_out` as people write it: `held-out`; other names with spaces for underscores."""
+    return name.replace("held_out", "held-out").replace("_", " ")
 
 
 def arm_order(arms: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval
-import yaml  # type: ignore[import-untyped]
+import yaml
 from lm_eval.api.samplers import ContextSampler
 
 from kvmap.errors import KvmapError

@@ -47,6 +47,7 @@ class ModelPair:
         self._loaded: dict[Side, LoadedModel] = {}
         self._tokenizers: dict[Side, Any] = {}
         self._identities: dict[Side, ModelIdentity] = {}
+        self._geometries: dict[Side, Geometry] = {}
         self._checked = False
 
     @property
@@ -132,7 +133,11 @@ class ModelPair:
 
     def _geometry(self, side: Side) -> Geometry:
         given = self._given[side]
-        return given.geometry if isinstance(given, LoadedModel) else read_geometry(given)
+        if isinstance(given, LoadedModel):
+            return given.geometry
+        if side not in self._geometries:
+            self._geometries[side] = read_geometry(given)
+        return self._geometries[side]
 
     def _tokenizer(self, side: Side) -> Any:
         given = self._given[side]

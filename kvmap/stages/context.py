@@ -50,6 +50,7 @@ class Context:
         self.specs = {role: _spec(model) for role, model in self.models.items()}
         self.pair = ModelPair(self.specs["source"], self.specs["target"])
         self.options = TransferOptions(**asdict(cfg.transfer), rope=cfg.rope.strategy)
+        self._conditions: dict[str, dict[str, Any]] = {}
 
     @cached_property
     def geometries(self) -> dict[str, Geometry | None]:
@@ -95,6 +96,16 @@ class Context:
         """A model's identity without its name: weights under another path give the same artifacts."""
         identity = self.pair.source_identity if role == "source" else self.pair.target_identity
         return {key: value for key, value in asdict(identity).items() if key != "name"}
+
+    def conditions(self, role: str) -> dict[str, Any]:
+        """Which model, and what else its numbers depend on; reads no weights."""
+        if role not in self._conditions:
+            from kvmap.evaluation.conditions import spec_conditions
+
+            self._conditions[role] = self.content(role) | spec_conditions(
+                self.specs[role], self.pair.tokenizer
+            )
+        return self._conditions[role]
 
     @cached_property
     def calibrated(self) -> Calibrated:

@@ -1,64 +1,51 @@
-"""Stage `diagnose`: how well the mapper rebuilds the cache, and what the target's attention makes of it."""
+"""Stage `diagnose`: how well the mapper rebuilds the cache, and what the target makes of it."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
-from kvmap.diagnostics.attention_output import attention_output_metrics, attention_output_rows
 from kvmap.diagnostics.conditioning import conditioning_metrics, conditioning_rows
+from kvmap.diagnostics.findings import text_metrics, text_tables
 from kvmap.diagnostics.first_token import first_token_metrics, first_token_rows
 from kvmap.diagnostics.reconstruction import probe_rows, r2_metrics, r2_rows, r2_rows_from_caches
+from kvmap.diagnostics.streaming import diagnose_texts
+from kvmap.diagnostics.token_kinds import TokenKinds
 from kvmap.stages.build import fitted_systems
 from kvmap.stages.context import Context
+from kvmap.stages.diagnosed_texts import texts_of
+
+Row: TypeAlias = dict[str, Any]
 
 
 def run(ctx: Context) -> None:
-    """Log R² of the mapper, the error at the first token apart, and the attention-output cosine.
+    """Tables and metrics of everything that can be said without asking a question.
 
-    Tables: `r2`, `probes` (what each source layer alone says of each target layer), `first_token` (the
-    attention sink, whoever computes it in the end), `attention_output`, and `conditioning` of the systems
-    that a linear map solved.
+    From calibration: `r2`, `probes` (what each source layer alone says of each target layer), `first_token`
+    (the attention sink, whoever computes it in the end) and `conditioning` of the systems that a linear map
+    solved. From reading `diagnostics.texts`: the tables of `kvmap.diagnostics.findings`, of which the R² goes
+    to table `r2` beside the others.
     """
     rows = _r2(ctx)
-    ctx.run.table("r2", rows)
-    ctx.run.log(r2_metrics(rows))
     _probes(ctx)
-    sequential, rope = ctx.cfg.calibration.sequential, ctx.cfg.rope.strategy
-    sinks = first_token_rows(ctx.pair, ctx.mapper, ctx.tokens.input_ids, rope, sequential=sequential)
-    ctx.run.table("first_token", sinks)
-    ctx.run.log(first_token_metrics(sinks))
-    if ctx.cfg.diagnostics.attention_output:
-        held_out = ctx.calibrated.splits["held_out"][: ctx.cfg.diagnostics.n_sequences]
-        cosines = attention_output_rows(
-            ctx.pair,
-            ctx.mapper,
-            ctx.tokens.input_ids[held_out],
-            ctx.options,
-            batch_size=ctx.cfg.calibration.batch_size,
-            sequential=sequential,
-        )
-        ctx.run.table("attention_output", cosines)
-        ctx.run.log(attention_output_metrics(cosines))
-    recipe = getattr(ctx.mapper, "recipe", None)
-    if ctx.cfg.diagnostics.conditioning and recipe is not None and ctx.cfg.mapper.kind == "linear":
-        systems = [
-            row
-            for part, penalties in fitted_systems(ctx, recipe)
-            for row in conditioning_rows(ctx.moments, part, penalties)
-        ]
-        ctx.run.table("conditioning", systems)
-        ctx.run.log(conditioning_metrics(systems))
+    _first_token(ctx)
+    _conditioning(ctx)
+    _texts(ctx, rows)
 
 
-def _r2(ctx: Context) -> list[dict[str, Any]]:
-    """From moments where the map is linear, else by mapping captured caches."""
+def _r2(ctx: Context) -> list[Row]:
+    """Of the calibration's splits: from moments where the map is linear, else by mapping captured caches."""
     splits = ctx.cfg.diagnostics.splits
     if hasattr(ctx.mapper, "linear_weights"):
-        return r2_rows(ctx.mapper, ctx.moments, splits)
-    calibrated = ctx.calibrated
-    wanted = {split: calibrated.splits[split] for split in splits}
-    batches = calibrated.kept_captures().stream(wanted)
-    return r2_rows_from_caches(ctx.mapper, batches, ctx.moments, calibrated.options, calibrated.counting_rule)
+        rows = r2_rows(ctx.mapper, ctx.moments, splits)
+    else:
+        calibrated = ctx.calibrated
+        batches = calibrated.kept_captures().stream({split: calibrated.splits[split] for split in splits})
+        rows = r2_rows_from_caches(
+            ctx.mapper, batches, ctx.moments, calibrated.options, calibrated.counting_rule
+        )
+    ctx.run.table("r2", rows)
+    ctx.run.log(r2_metrics(rows))
+    return rows
 
 
 def _probes(ctx: Context) -> None:
@@ -69,3 +56,52 @@ def _probes(ctx: Context) -> None:
     if probes.fallbacks:
         columns = ("kind", "source_layer", "head")
         ctx.run.table("probe_fallbacks", [dict(zip(columns, row, strict=True)) for row in probes.fallbacks])
+
+
+def _first_token(ctx: Context) -> None:
+    rows = first_token_rows(
+        ctx.pair,
+        ctx.mapper,
+        ctx.tokens.input_ids,
+        ctx.cfg.rope.strategy,
+        sequential=ctx.cfg.calibration.sequential,
+    )
+    ctx.run.table("first_token", rows)
+    ctx.run.log(first_token_metrics(rows))
+
+
+def _conditioning(ctx: Context) -> None:
+    recipe = getattr(ctx.mapper, "recipe", None)
+    if not ctx.cfg.diagnostics.conditioning or recipe is None or ctx.cfg.mapper.kind != "linear":
+        return
+    systems = [
+        row
+        for part, penalties in fitted_systems(ctx, recipe)
+        for row in conditioning_rows(ctx.moments, part, penalties)
+    ]
+    ctx.run.table("conditioning", systems)
+    ctx.run.log(conditioning_metrics(systems))
+
+
+def _texts(ctx: Context, r2: list[Row]) -> None:
+    """Everything that is learnt by reading texts; `r2` are the rows of that table so far."""
+    texts = texts_of(ctx)
+    if not texts:
+        return
+    found = diagnose_texts(
+        ctx.pair,
+        ctx.mapper,
+        texts,
+        TokenKinds(ctx.pair.tokenizer, ctx.tokens.input_ids, ctx.cfg.diagnostics.rare_share),
+        ctx.options,
+        batch_size=ctx.cfg.calibration.batch_size,
+        sequential=ctx.cfg.calibration.sequential,
+    )
+    tables = text_tables(found.values())
+    # of a split the moments know the R² on all its rows; some of its sequences say no more
+    splits = ctx.cfg.diagnostics.splits
+    tables["r2"] = r2 + [row for row in tables["r2"] if row["split"] not in splits]
+    for name, rows in tables.items():
+        ctx.run.table(name, rows)
+    for sums in found.values():
+        ctx.run.log(text_metrics(sums, tables))

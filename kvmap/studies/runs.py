@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from omegaconf import OmegaConf
+import yaml
 
 from kvmap.errors import KvmapError
 from kvmap.evaluation.run_groups import NO_RESULT, NO_RESULT_GROUPS, find_runs, finished
@@ -70,7 +70,7 @@ def _choices(run: Path) -> dict[str, str]:
     file = run / ".hydra" / "hydra.yaml"
     if not file.is_file():
         return {}
-    return dict(OmegaConf.load(file).hydra.runtime.choices)
+    return dict(yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["runtime"]["choices"])
 
 
 def _cell(value: Any) -> Any:

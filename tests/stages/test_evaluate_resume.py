@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmap.evaluation.arms import ARMS
+from kvmap.config.schema import DEFAULT_ARMS as ARMS
 from kvmap.evaluation.compare import compare_runs
 from kvmap.stages import run_stages
 from kvmap.stages.evaluate.ledger import Ledger

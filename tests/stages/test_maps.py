@@ -91,7 +91,7 @@ def test_what_was_planned_is_fitted_and_diagnosed(run: Runner, overrides: str) -
         for kind in KINDS
         for layer, (n_heads, _) in enumerate(finished.mapper.target_shape)
         for head in range(n_heads)
-        for split in ("fit", "held_out")
+        for split in ("fit", "held_out", "evaluation", "questions")
         if layer >= native
     }
     assert set(r2) == heads

@@ -6,11 +6,10 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 from kvmap import __version__
 from kvmap.evaluation.answers import Answers
-from kvmap.evaluation.conditions import spec_conditions
 from kvmap.evaluation.stopwatch import Stopwatch
 from kvmap.stages.context import Context, plain
 from kvmap.transfer import TransferOptions
@@ -78,23 +77,15 @@ def time_noted(ctx: Context, part: str) -> Iterator[Stopwatch]:
 
 def _arm_conditions(ctx: Context, arm: str, options: TransferOptions) -> dict[str, Any]:
     if arm == "source":
-        return {"source": model_conditions(ctx, "source"), "hold_back": options.hold_back}
+        return {"source": ctx.conditions("source"), "hold_back": options.hold_back}
     if arm in ("target", "no_context"):
-        return {"arm": arm, "target": model_conditions(ctx, "target"), "hold_back": options.hold_back}
+        return {"arm": arm, "target": ctx.conditions("target"), "hold_back": options.hold_back}
     return {
-        "source": model_conditions(ctx, "source"),
-        "target": model_conditions(ctx, "target"),
+        "source": ctx.conditions("source"),
+        "target": ctx.conditions("target"),
         "mapper": _mapper(ctx, arm),
         "transfer": asdict(options),
     }
-
-
-def model_conditions(ctx: Context, role: Literal["source", "target"]) -> dict[str, Any]:
-    """Which model, and what else its numbers depend on; reads no weights.
-
-    For a protocol too, where an answer depends on a model that its arm does not use.
-    """
-    return ctx.content(role) | spec_conditions(ctx.specs[role], ctx.pair.tokenizer)
 
 
 def _mapper(ctx: Context, arm: str) -> dict[str, Any]:

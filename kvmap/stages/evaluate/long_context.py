@@ -31,7 +31,7 @@ from kvmap.evaluation.perplexity import PerplexityResult, evaluate_perplexity
 from kvmap.figures import long_context as figures
 from kvmap.mappers import Mapper
 from kvmap.stages.context import Context, text_spec
-from kvmap.stages.evaluate.book import answers_for, model_conditions, reuse_noted
+from kvmap.stages.evaluate.book import answers_for, reuse_noted
 
 PROTOCOL_VERSION = 1
 """Goes up when an answer to the same ids under the same settings becomes another."""
@@ -191,7 +191,7 @@ class _LongContext:
     @cached_property
     def _native(self) -> dict[str, Any]:
         """What every arm's predictions are compared with."""
-        return {"native": model_conditions(self.ctx, "target")}
+        return {"native": self.ctx.conditions("target")}
 
     @cached_property
     def _limit(self) -> int:

@@ -12,7 +12,7 @@ from kvmap.evaluation.perplexity import PerplexityResult, evaluate_perplexity
 from kvmap.evaluation.summary import summarise_perplexity
 from kvmap.mappers import Mapper
 from kvmap.stages.context import Context, text_spec
-from kvmap.stages.evaluate.book import answers_for, model_conditions, reuse_noted, time_noted
+from kvmap.stages.evaluate.book import answers_for, reuse_noted, time_noted
 from kvmap.stages.evaluate.ledger import kept
 
 PROTOCOL_VERSION = 1
@@ -63,7 +63,7 @@ def _protocol(ctx: Context) -> dict[str, Any]:
         "name": "prefix_perplexity",
         "version": PROTOCOL_VERSION,
         "batch_size": ctx.cfg.evaluation.batch_size,
-        "native": model_conditions(ctx, "target"),
+        "native": ctx.conditions("target"),
     }
 
 

@@ -23,7 +23,7 @@ PROTOCOL_VERSION = 1
 
 def run(ctx: Context, arms: Mapping[str, Mapper | KvmapError | None]) -> list[dict[str, Any]]:
     """Score every arm on the run's questions; each answer goes to table `items`, the metrics to the run."""
-    if not (items := _items(ctx)):
+    if not (items := items_of(ctx)):
         return []
     evaluation = ctx.cfg.evaluation
     answers = {arm: answers_for(ctx, arm, _protocol(evaluation)) for arm in available(arms)}
@@ -68,7 +68,8 @@ def _protocol(evaluation: EvaluationConfig) -> dict[str, Any]:
     }
 
 
-def _items(ctx: Context) -> list[Item]:
+def items_of(ctx: Context) -> list[Item]:
+    """The run's questions: of the shipped world, then of files."""
     evaluation = ctx.cfg.evaluation
     items: list[Item] = []
     if evaluation.world.n_per_kind:

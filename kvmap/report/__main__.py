@@ -1,0 +1,7 @@
+"""`python -m kvmap.report`."""
+
+import sys
+
+from kvmap.report.command import main
+
+sys.exit(main())
