@@ -37,6 +37,7 @@ def main() -> None:
         "rope.strategy",
         (RETENTION, *BY_LENGTH),
         HERE / "figure.png",
+        names=dict(zip(BY_LENGTH, ("carried, 128 tokens", "carried, 512 tokens"), strict=True)),
         label="keys: rotated for the target, rotated to rotated, or unrotated",
     )
 

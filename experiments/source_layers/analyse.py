@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pandas as pd
+
 from kvmap.studies.effects import pooled
 from kvmap.studies.plots import panels
 from kvmap.studies.runs import runs_table
@@ -23,10 +25,17 @@ from kvmap.studies.summary import (
 )
 
 HERE = Path(__file__).resolve().parent
-SETTINGS = ("selection.rule", "mapper.top_k")
-BASELINE = {"selection.rule": "r2", "mapper.top_k": "all"}
-"""All layers: nothing is left to choose, so every rule gives this map."""
+RULE, K = "selection.rule", "mapper.top_k"
+SETTINGS = (RULE, K)
+ALL_LAYERS = {RULE: "r2", K: "all"}
+"""Nothing is left to choose, so every rule gives this map."""
 METRICS = (*OUTCOMES, R2_KEY, R2_VALUE)
+
+
+def rules(table: pd.DataFrame, k: int) -> pd.DataFrame:
+    """Every other rule beyond R² of single layers, at the same number of layers."""
+    others = [{RULE: rule, K: k} for rule in table[RULE].unique()]
+    return effects(table, others, {RULE: "r2", K: k}, METRICS).assign(beyond=f"r2, k = {k}")
 
 
 def main() -> None:
@@ -37,7 +46,14 @@ def main() -> None:
     freeze(
         HERE,
         results=pooled(table, SETTINGS, METRICS),
-        effects=effects(table, settings_of_table(table, SETTINGS), BASELINE, METRICS),
+        effects=pd.concat(
+            [
+                effects(table, settings_of_table(table, SETTINGS), ALL_LAYERS, METRICS).assign(
+                    beyond="all layers"
+                ),
+                *(rules(table, k) for k in (1, 2)),
+            ]
+        ),
     )
     panels(
         table,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,13 @@ STYLE: dict[Any, Any] = {
 }
 
 
+def in_order(values: Iterable[Any]) -> list[str]:
+    """Values of a setting as text, each once: numbers ascending and then the rest, as they come."""
+    named = list(dict.fromkeys(str(value) for value in values))
+    numbers = [name for name in named if re.fullmatch(r"[-+0-9.e]+", name)]
+    return sorted(numbers, key=float) + [name for name in named if name not in numbers]
+
+
 def metric_by_setting(
     axis: Axes,
     table: pd.DataFrame,
@@ -50,12 +58,12 @@ def metric_by_setting(
         setting: along x; metric: along y.
         label: in the legend.
         colour: of the mean.
-        order: the setting's values as text, from left to right; None: as they come.
+        order: the setting's values as text, from left to right; None: `in_order`.
         pairs: draw every pair as a thin line too.
         shift: to the right, so that intervals of several lines stand side by side.
     """
     found = pooled(table, [setting], [metric])
-    names = list(order) if order is not None else [str(value) for value in found[setting]]
+    names = list(order) if order is not None else in_order(found[setting])
     found = found.set_index(found[setting].astype(str))
     present = [name for name in names if name in found.index]
     places = [names.index(name) + shift for name in present]
@@ -108,13 +116,14 @@ def panels(
         file: where the picture goes.
         label: of the setting.
         by: a setting with a line for each of its values; None: one line, and every pair thin behind it.
-        names: what a value of `by`, or of `setting`, is called; None: as it is written.
-        order: values of the setting as text, from left to right; None: as they come.
+        names: what a value of `by` or of `setting`, or a metric, is called; others as they are written.
+        order: values of the setting as text, from left to right; None: `in_order`.
         references: metric to the height of a dotted line.
     """
     from matplotlib import pyplot as plt
 
     called = dict(names or {})
+    order = in_order(table[setting]) if order is None else order
     lines = [None] if by is None else list(dict.fromkeys(table[by].astype(str)))
     size = COLUMN_WIDTH_INCHES, 0.6 + 1.5 * len(metrics)
     with plt.rc_context(STYLE):
@@ -136,12 +145,14 @@ def panels(
                 )
             if metric in (references or {}):
                 axis.axhline((references or {})[metric], color="0.4", linewidth=0.7, linestyle=":")
-            axis.set_ylabel(TITLES.get(metric, metric.rsplit("/", 1)[-1].replace("_", " ")))
+            title = TITLES.get(metric, metric.rsplit("/", 1)[-1].replace("_", " "))
+            axis.set_ylabel(called.get(metric, title))
         ticks = [text.get_text() for text in axes[-1, 0].get_xticklabels()]
         axes[-1, 0].set_xticks(range(len(ticks)), [called.get(tick, tick) for tick in ticks])
         n_pairs = table[PAIR].nunique()
         axes[-1, 0].set_xlabel(f"{label}\nmean and 95 % interval over {n_pairs} ordered pairs")
         if by is not None:
-            axes[0, 0].legend(frameon=False, ncols=2)
+            handles = axes[0, 0].get_legend_handles_labels()
+            figure.legend(*handles, loc="outside upper center", frameon=False, ncols=min(len(lines), 4))
         figure.savefig(file, dpi=300)
         plt.close(figure)

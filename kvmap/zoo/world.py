@@ -15,6 +15,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, get_args
 
 from kvmap.errors import KvmapError, UnknownName
@@ -285,11 +286,17 @@ def documents(
             f"min_words={min_words}: expected at least {OPENING_WORDS}, the words that decide a text's split"
         )
     for number in range(n):
-        rng = random.Random(f"document/{split}/{seed}/{number}")
+        yield _document(seed, number, min_words, split, size)
+
+
+# Telling stories takes a run of a sweep longer than its models do, and all runs of a seed are told the same.
+@lru_cache(maxsize=4096)
+def _document(seed: int, number: int, min_words: int, split: Split, size: float) -> str:
+    rng = random.Random(f"document/{split}/{seed}/{number}")
+    text = sample_document(rng, min_words, size)
+    while split_of(text) != split:
         text = sample_document(rng, min_words, size)
-        while split_of(text) != split:
-            text = sample_document(rng, min_words, size)
-        yield text
+    return text
 
 
 def questions(
@@ -317,15 +324,12 @@ def questions(
     for kind in kinds:
         if kind not in KINDS:
             raise UnknownName("kind of question", kind, KINDS)
-    return [
-        _question(
-            random.Random(f"question/{split}/{seed}/{number}"), kinds[number % len(kinds)], words, split
-        )
-        for number in range(n)
-    ]
+    return [_question(seed, number, kinds[number % len(kinds)], words, split) for number in range(n)]
 
 
-def _question(rng: random.Random, kind: str, words: tuple[int, int], split: Split) -> Question:
+@lru_cache(maxsize=4096)
+def _question(seed: int, number: int, kind: str, words: tuple[int, int], split: Split) -> Question:
+    rng = random.Random(f"question/{split}/{seed}/{number}")
     answer = rng.choice(NUMBERS) if kind == "count" else None
     while True:
         story = _new_story(rng, 1.0)
