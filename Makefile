@@ -10,7 +10,7 @@ OLDEST_TESTS := tests/models tests/test_identity.py tests/test_transfer.py tests
 # One thread: two beside another busy process are many times slower.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: run test test-oldest lint clean help
+.PHONY: run test test-oldest test-slurm lint clean help
 .DEFAULT_GOAL := help
 
 run: .venv/.installed  ## run the experiment; ARGS="pair=... mapper=..." are passed on
@@ -23,6 +23,9 @@ test-oldest: $(OLDEST)/.installed  ## run the tests of the core with the oldest 
 	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -c \
 		'import transformers; print("transformers", transformers.__version__)'
 	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -m pytest -n 2 --dist loadfile $(OLDEST_TESTS)
+
+test-slurm: .venv/.installed-test  ## run the tests of sweeps on a Slurm installed and started for them (root, apt)
+	$(TEST_ENV) $(BIN)/python -m pytest -m "slurm and not slow" -rs tests/slurm $(ARGS)
 
 lint: .venv/.installed-dev  ## check style, form and types
 	$(BIN)/ruff check .

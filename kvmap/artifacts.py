@@ -9,15 +9,12 @@ against its checksums before it is used: half-written or altered ones are never 
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import logging
-import math
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +33,7 @@ from kvmap.files import (
     write_json,
     write_text,
 )
+from kvmap.keys import SCHEMA_VERSION, content_key, plain_spec
 from kvmap.locks import BuildLock, machine, process_lives
 
 __all__ = [
@@ -53,11 +51,10 @@ __all__ = [
     "write_text",
 ]
 
-SCHEMA_VERSION = 1
+LEFTOVER_SECONDS = 24 * 3600.0
 MANIFEST = "artifact.json"  # not manifest.json, which a saved mapper has of its own
 
 _logger = logging.getLogger(__name__)
-_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True)
@@ -73,52 +70,6 @@ class Artifact:
     path: Path
     manifest: dict[str, Any]
     built: bool
-
-
-def content_key(kind: str, spec: Mapping[str, Any]) -> str:
-    """The sha256, in hex, of the canonical JSON of schema version, kind and spec.
-
-    It depends on nothing else: not on the order of the keys, the process or PYTHONHASHSEED.
-
-    Args:
-        kind: What sort of thing, a plain name such as `moments`.
-        spec: Exactly what determines the content: None, bools, integers, finite floats, strings, lists,
-            tuples and dicts with string keys. Tuples count as lists.
-
-    Raises:
-        TypeError: For any other value, naming where in the spec it stands.
-        ValueError: For a NaN or an infinity, or a kind that is no plain name.
-    """
-    _check_name("artifact kind", kind)
-    content = {"schema": SCHEMA_VERSION, "kind": kind, "spec": _plain(spec, "spec")}
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _check_name(what: str, name: str) -> None:
-    if not _SAFE_NAME.fullmatch(name):
-        raise ValueError(f"{what} {name!r} is no plain name: letters, digits, '_', '-' and '.' are allowed")
-
-
-def _plain(value: Any, where: str) -> Any:
-    """`value` in JSON's own types; anything whose text could differ between processes is refused."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if type(value) in (int, float):  # exactly: numpy's float64 is a float by inheritance, its kin are not
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{where} is {value}: an artifact's spec holds finite numbers only")
-        return value
-    if isinstance(value, list | tuple):
-        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise TypeError(f"{where} has the key {key!r}: an artifact's spec has string keys only")
-        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
-    raise TypeError(
-        f"{where} is a {type(value).__name__}: an artifact's spec holds None, bool, int, float, str, list "
-        "and dict only; turn it into one of them"
-    )
 
 
 class ArtifactStore:
@@ -165,38 +116,88 @@ class ArtifactStore:
         Raises:
             StorageError: The disk is full or the root cannot be written to.
         """
-        path = self.path(kind, spec)
+        lock = self.lock(kind, spec)
         while True:
-            found, fault = self._look(kind, spec, path)
-            if found:
+            found = self._look(kind, spec)
+            if isinstance(found, Artifact):
                 return found
+            path = self.path(kind, spec)
             with storage_errors(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                lock = BuildLock(path.with_name(path.name + ".lock"), self.stale_seconds)
-                if not lock.acquire(unless=None if fault else path.exists):
+                if not lock.acquire(unless=None if found else path.exists):
                     continue
             with lock:
-                found, fault = self._look(kind, spec, path)
-                if found:
-                    return found
-                with storage_errors(path):
-                    if fault:
-                        _set_aside(path, fault)
-                    manifest = _build(path, kind, spec, build)
-                if manifest is None:
-                    continue
-                self._checked[path] = _signature(path)
-                return Artifact(path, manifest, built=True)
+                if artifact := self._build_locked(kind, spec, build):
+                    return artifact
 
-    def _look(
-        self, kind: str, spec: Mapping[str, Any], path: Path
-    ) -> tuple[Artifact | None, ArtifactCorrupt | None]:
+    def build_if_free(
+        self,
+        kind: str,
+        spec: Mapping[str, Any],
+        build: Callable[[Path], None],
+        lock: BuildLock,
+        unless: Callable[[], bool],
+    ) -> bool:
+        """Makes the artifact if there is no sound one and nobody else is making it; does not wait.
+
+        Args:
+            kind, spec, build: See `get_or_build`.
+            lock: That of `lock(kind, spec)`, the same in every call: it watches whether a holder lives.
+            unless: Nothing is made if this is true once the lock is had.
+
+        Returns:
+            Whether this call made it.
+
+        Raises:
+            StorageError: The disk is full or the root cannot be written to.
+        """
+        path = self.path(kind, spec)
+        with storage_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not lock.try_acquire():
+                return False
+        with lock:
+            artifact = None if unless() else self._build_locked(kind, spec, build)
+        return artifact is not None and artifact.built
+
+    def lock(self, kind: str, spec: Mapping[str, Any]) -> BuildLock:
+        """The lock that whoever makes this artifact holds."""
+        path = self.path(kind, spec)
+        return BuildLock(path.with_name(path.name + ".lock"), self.stale_seconds)
+
+    def discard(self, kind: str, spec: Mapping[str, Any]) -> None:
+        """Removes an artifact that nobody needs any more, in one step for whoever looks for it."""
+        path = self.path(kind, spec)
+        aside = _temporary(path)
+        with suppress(FileNotFoundError):
+            os.rename(path, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _look(self, kind: str, spec: Mapping[str, Any]) -> Artifact | ArtifactCorrupt | None:
         try:
-            return self.load(kind, spec), None
+            return self.load(kind, spec)
         except ArtifactMissing:
-            return None, None
+            return None
         except ArtifactCorrupt as fault:
-            return None, fault
+            return fault
+
+    def _build_locked(
+        self, kind: str, spec: Mapping[str, Any], build: Callable[[Path], None]
+    ) -> Artifact | None:
+        """The artifact, found or made by the holder of its lock; None where another was first to finish."""
+        path = self.path(kind, spec)
+        judged = path.stat().st_ino if path.is_dir() else None
+        found = self._look(kind, spec)
+        if isinstance(found, Artifact):
+            return found
+        with storage_errors(path):
+            if found is not None:
+                _set_aside(path, found, judged)
+            manifest = _build(path, kind, spec, build)
+        if manifest is None:
+            return None
+        self._checked[path] = _signature(path)
+        return Artifact(path, manifest, built=True)
 
 
 def _build(
@@ -204,7 +205,7 @@ def _build(
 ) -> dict[str, Any] | None:
     """Makes the artifact and gives its manifest; None where another had made it meanwhile."""
     _sweep_leftovers(path)
-    temporary = path.with_name(f"{path.name}.tmp-{machine()}-{os.getpid()}-{secrets.token_hex(4)}")
+    temporary = _temporary(path)
     temporary.mkdir()
     try:
         build(temporary)
@@ -212,7 +213,7 @@ def _build(
             "schema": SCHEMA_VERSION,
             "kind": kind,
             "key": path.name,
-            "spec": _plain(spec, "spec"),
+            "spec": plain_spec(spec),
             "kvmap_version": _kvmap_version(),
             "files": _checksums(temporary),
         }
@@ -231,19 +232,42 @@ def _build(
     return manifest
 
 
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp-{machine()}-{os.getpid()}-{secrets.token_hex(4)}")
+
+
 def _sweep_leftovers(path: Path) -> None:
-    """Removes what builders that were killed on this machine left beside `path`."""
-    for folder in path.parent.glob(f"{path.name}.tmp-{machine()}-*"):
-        pid = folder.name.split("-")[-2]
-        if pid.isdigit() and not process_lives(int(pid)):
+    """Removes what builders that were killed left beside `path`.
+
+    Of this machine, where the process is gone; of another, where nothing was written for a day. Both times
+    are the file system's own.
+    """
+    for folder in path.parent.glob(f"{path.name}.tmp-*"):
+        place, _, rest = folder.name.removeprefix(f"{path.name}.tmp-").partition("-")
+        pid = rest.partition("-")[0]
+        gone = place == machine() and pid.isdigit() and not process_lives(int(pid))
+        if gone or (place != machine() and _age(folder, path.parent) > LEFTOVER_SECONDS):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _set_aside(path: Path, fault: ArtifactCorrupt) -> None:
+def _age(folder: Path, beside: Path) -> float:
+    """Seconds between the last write in a folder and the last change of the one that holds it."""
+    with suppress(OSError):
+        return beside.stat().st_mtime - max(entry.stat().st_mtime for entry in [folder, *folder.rglob("*")])
+    return 0.0
+
+
+def _set_aside(path: Path, fault: ArtifactCorrupt, judged: int | None) -> None:
+    """Renames a corrupt artifact; `judged` is its inode, as it was when it was found to be corrupt."""
     number = 1
     while (aside := path.with_name(f"{path.name}.corrupt-{number}")).exists():
         number += 1
     os.rename(path, aside)
+    if judged is not None and aside.stat().st_ino != judged:
+        # Stopped since we judged, we lost the lock, and what lay here was another's sound one.
+        with suppress(OSError):
+            os.rename(aside, path)
+        return
     _logger.warning("%s; set aside as %s and built again", fault, aside.name)
 
 
@@ -267,7 +291,7 @@ def _read_manifest(path: Path, kind: str, spec: Mapping[str, Any]) -> dict[str, 
     manifest = read_json(file) if file.is_file() else None
     if manifest is None:
         raise ArtifactCorrupt(f"artifact {path} has no {MANIFEST}")
-    expected = {"schema": SCHEMA_VERSION, "kind": kind, "key": path.name, "spec": _plain(spec, "spec")}
+    expected = {"schema": SCHEMA_VERSION, "kind": kind, "key": path.name, "spec": plain_spec(spec)}
     for name, value in expected.items():
         if not isinstance(manifest, dict) or manifest.get(name) != value:
             raise ArtifactCorrupt(f"{file} does not describe the artifact it lies in: {name!r} differs")

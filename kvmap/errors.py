@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class KvmapError(Exception):
@@ -11,6 +12,17 @@ class KvmapError(Exception):
 
     The message names the key or file, the value got, what was expected and the remedy.
     """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it crosses to the process that started the job: by message, whatever `__init__` takes."""
+        return _with_message, (type(self), self.args, self.__dict__)
+
+
+def _with_message(kind: type[KvmapError], arguments: tuple[Any, ...], state: dict[str, Any]) -> KvmapError:
+    error = kind.__new__(kind)
+    error.args = arguments
+    error.__dict__.update(state)
+    return error
 
 
 class UnknownName(KvmapError):

@@ -10,7 +10,8 @@ import json
 import math
 import os
 import re
-import threading
+import secrets
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 OUTPUTS_REMEDY = "free space or mend the permissions there, or write elsewhere with outputs=<another folder>"
 
+_TEMPORARY = re.compile(r"\..+\.writing-[0-9a-f]{12}(\.\w+)?")
 _REFUSALS = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}
 
 
@@ -92,7 +94,7 @@ def replacing(path: Path) -> Iterator[Path]:
         StorageError: The folder cannot be written to, or the disk is full.
     """
     # The suffix is kept: writers such as matplotlib choose the format by it.
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}-{threading.get_ident()}{path.suffix}")
+    temporary = path.with_name(f".{path.stem}.writing-{secrets.token_hex(6)}{path.suffix}")
     try:
         with storage_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,6 +104,29 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Removes what writers that were killed left in a folder and below, where none is writing any more."""
+    for path in Path(folder).rglob(".*"):
+        if _TEMPORARY.fullmatch(path.name):
+            with suppress(OSError):
+                path.unlink()
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """The same file under a second name; a copy of it where the file system has no hard links.
+
+    Raises:
+        StorageError: See `replacing`.
+    """
+    with storage_errors(target):
+        try:
+            os.link(source, target)
+        except FileExistsError:
+            raise
+        except OSError:
+            shutil.copyfile(source, target)
 
 
 def write_text(path: Path, text: str) -> None:

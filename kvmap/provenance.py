@@ -20,16 +20,19 @@ PACKAGES = (
     "safetensors",
     "triton",
     "numpy",
+    "nvidia-ml-py",
     "pandas",
     "matplotlib",
     "accelerate",
     "datasets",
     "gguf",
     "hydra-core",
+    "hydra-joblib-launcher",
     "hydra-submitit-launcher",
     "lm-eval",
     "omegaconf",
     "submitit",
+    "tensorboard",
     "wandb",
 )
 SECONDS_FOR_GIT = 20.0
@@ -75,7 +78,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def host_facts() -> dict[str, Any]:
-    """Python, operating system, host, process and the cores it may use."""
+    """Python, operating system, host, process, the cores it may use and the memory there is."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -83,7 +86,34 @@ def host_facts() -> dict[str, Any]:
         "pid": os.getpid(),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": _memory(),
+        "memory_limit_bytes": _memory_limit(),
     }
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
+
+
+def _memory_limit() -> int | None:
+    """What the control group (a Slurm job, a container) may use, the least on the way up; None: all."""
+    try:
+        group = Path("/proc/self/cgroup").read_text().rsplit("::", 1)[1].strip()
+    except (OSError, IndexError):
+        return None
+    place = Path("/sys/fs/cgroup") / group.lstrip("/")
+    limits = [_number(folder / "memory.max") for folder in (place, *place.parents)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # `max`: no limit
+        return None
 
 
 def _cpu_name() -> str:
@@ -116,15 +146,25 @@ def device_facts() -> dict[str, Any] | None:
     return {
         "type": "cuda",
         "cuda": torch.version.cuda,
+        "driver": _driver(),
         "devices": [
             {
                 "name": device.name,
                 "memory_bytes": device.total_memory,
                 "capability": f"{device.major}.{device.minor}",
+                "uuid": str(getattr(device, "uuid", "")) or None,
             }
             for device in devices
         ],
     }
+
+
+def _driver() -> str | None:
+    """Version of NVIDIA's driver."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return None
 
 
 def slurm_facts() -> dict[str, str]:
@@ -139,6 +179,11 @@ def slurm_facts() -> dict[str, str]:
         "NNODES",
         "JOB_NODELIST",
         "JOB_PARTITION",
+        "JOB_ACCOUNT",
+        "JOB_QOS",
+        "JOB_GPUS",
+        "CPUS_PER_TASK",
+        "MEM_PER_NODE",
         "CLUSTER_NAME",
     )
     return {name.lower(): os.environ[f"SLURM_{name}"] for name in names if f"SLURM_{name}" in os.environ}

@@ -12,26 +12,79 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-from kvmap.config import ConfigError, config_path, register
+from kvmap.config import Config, ConfigError, config_path, register, unknown_keys, validate
 from kvmap.errors import KvmapError
+from kvmap.sweeps.points import register_resolver
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+
+# Here and not in `main`: a process that a launcher starts for a job loads this module, and calls `job` only.
+register()
+register_resolver()
 
 
 def job(cfg: object) -> None:
     """Run one composed configuration (one job of a sweep).
 
+    A job of a sweep whose point is done, or runs elsewhere, says so and does nothing; one whose point was
+    left unfinished goes on in the directory where that lies.
+
     Raises:
         ConfigError: naming every mistake in it.
-        KvmapError: a stage met bad input.
+        KvmapError: a stage met bad input; or what was submitted has changed meanwhile.
     """
     from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
+    from hydra.types import RunMode
 
-    from kvmap.config import Config, unknown_keys, validate
+    from kvmap.sweeps.isolation import isolated
+
+    hydra = HydraConfig.get()
+    if hydra.mode == RunMode.MULTIRUN and hydra.launcher._target_.endswith(".JoblibLauncher"):
+        isolated(lambda: _run(cfg))  # joblib's processes run one job after the other
+    else:
+        _run(cfg)
+
+
+def _run(cfg: object) -> None:
+    """Run the job in this process, if it is its turn."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from kvmap.preemption import watched
+    from kvmap.stages import run_stages
+    from kvmap.sweeps.failures import crossing
+    from kvmap.sweeps.identity import job_identity
+    from kvmap.sweeps.job import refusal_recorded, say, turn_of
+    from kvmap.sweeps.points import plain_config
+    from kvmap.sweeps.submission import check_submission
+
+    hydra = HydraConfig.get()
+    own, in_sweep = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
+    with watched(hydra.launcher.get("signal_delay_s", 0)), ExitStack() as stack:
+        with refusal_recorded(own) if in_sweep else nullcontext():
+            typed = _judged(cfg)
+            identity = job_identity(plain_config(cfg))
+            if in_sweep:
+                allowed = typed.sweep.allow_changed_code
+                check_submission(Path(hydra.sweep.dir), hydra.job.num, identity, allow_changed_code=allowed)
+            turn = stack.enter_context(turn_of(typed, identity, own, in_sweep=in_sweep))
+        say(turn, identity, own)
+        if turn.runs and turn.directory is not None:
+            with crossing(turn.directory) if in_sweep else nullcontext():
+                run_stages(typed, turn.directory, identity=identity)
+
+
+def _judged(cfg: object) -> Config:
+    """The typed configuration.
+
+    Raises:
+        ConfigError: naming every mistake in it.
+    """
+    from omegaconf import OmegaConf
 
     # omegaconf types both results as anything a node can be; these nodes are a mapping and a Config.
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False)  # type: ignore[assignment]
@@ -42,17 +95,7 @@ def job(cfg: object) -> None:
     typed: Config = OmegaConf.to_object(cfg)  # type: ignore[assignment]
     if mistakes := validate(typed):
         raise ConfigError(mistakes)
-    from hydra.types import RunMode
-
-    from kvmap.report import write_sweep_summary
-    from kvmap.stages import run_stages
-
-    hydra = HydraConfig.get()
-    try:
-        run_stages(typed, hydra.runtime.output_dir)
-    finally:
-        if hydra.mode == RunMode.MULTIRUN:
-            write_sweep_summary(Path(hydra.sweep.dir))
+    return typed
 
 
 def _unknown_option(error: Exception) -> str | None:
@@ -67,10 +110,12 @@ def _unknown_option(error: Exception) -> str | None:
     return f"unknown {group} {name!r}.{hint} Known: {', '.join(sorted(error.options))}"
 
 
-def _guarded(action: Callable[[], object]) -> int:
+def guarded(action: Callable[[], object]) -> int:
     """Turn every expected failure into one message on stderr and an exit status."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+
+    from kvmap.sweeps.failures import launcher_failure
 
     try:
         action()
@@ -91,6 +136,10 @@ def _guarded(action: Callable[[], object]) -> int:
             "set outputs=<folder on a disk that is writable and has room> or KVMAP_OUTPUTS",
             EXIT_FAILED,
         )
+    except Exception as error:
+        if (said := launcher_failure(error)) is None:
+            raise
+        return _complain(said, EXIT_FAILED)
     except KeyboardInterrupt:
         return _complain("interrupted; what was finished is kept and will be reused", EXIT_INTERRUPTED)
     return 0
@@ -105,11 +154,13 @@ def main() -> None:
     """Entry point of `kvmap` and `python -m kvmap.run`."""
     import hydra
 
-    # Hydra otherwise prints a shortened traceback and exits 1 by itself; `_guarded` says it in one line.
+    # By its name, for which a job's own process can look; what belongs to __main__ would be sent there whole.
+    from kvmap.run import job
+
+    # Hydra otherwise prints a shortened traceback and exits 1 by itself; `guarded` says it in one line.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    register()
     entry = hydra.main(config_path=config_path(), config_name="config", version_base="1.3")(job)
-    sys.exit(_guarded(entry))
+    sys.exit(guarded(entry))
 
 
 if __name__ == "__main__":

@@ -235,13 +235,18 @@ FITTING_MISTAKES = {
     "calibration.outliers.threshold=0": ("calibration.outliers.threshold=0.0", "a number above 0"),
     "calibration.outliers.share=0": ("calibration.outliers.share=0.0", "above 0, at most 1"),
     "calibration.outliers.share=1.5": ("calibration.outliers.share=1.5", "above 0, at most 1"),
-    "stages=[calibrate] calibration.shard=2": ("calibration.shard=2", "i/n with 0 <= i < n, such as 0/4"),
-    "stages=[calibrate] calibration.shard=4/4": ("calibration.shard=4/4", "i/n with 0 <= i < n"),
-    "stages=[calibrate] calibration.shard=-1/4": ("calibration.shard=-1/4", "i/n with 0 <= i < n"),
-    "calibration.shard=0/4": ("calibration.shard=0/4", "stages=[merge,...] calibration.n_shards=n"),
-    "calibration.n_shards=2": ("calibration.n_shards=2", "name both or neither"),
-    "stages=[merge]": ("calibration.n_shards=None", "name both or neither"),
-    "stages=[merge] calibration.n_shards=0": ("calibration.n_shards=0", "at least 1"),
+    "calibration.shards=0": ("calibration.shards=0", "at least 1"),
+    "calibration.shards=49": ("calibration.shards=49", "has 48 sequences; expected at most"),
+    "stages=[calibrate] calibration.worker=0 calibration.shards=2 calibration.n_sequences=2": (
+        "calibration.shards=2",
+        "has 1 sequences",
+    ),
+    "stages=[calibrate] calibration.shards=4 calibration.worker=4": ("calibration.worker=4", "from 0 to"),
+    "stages=[calibrate] calibration.worker=-1": ("calibration.worker=-1", "calibration.shards - 1 = 0"),
+    "calibration.shards=4 calibration.worker=1": (
+        "calibration.worker=1",
+        "fit, diagnose, evaluate, benchmark again; set stages=[calibrate]",
+    ),
 }
 
 
@@ -264,8 +269,8 @@ def test_a_mistake_of_the_fit_gets_one_line_with_its_remedy(overrides: str) -> N
         "mapper.ridge_lambda=0 mapper.tuning.ridge_lambda=[0]",
         "mapper=mlp mapper.mlp.form=residual_values mapper.mlp.patience=1 mapper.mlp.compute_dtype=bfloat16",
         "mapper=mlp calibration.keep_captures=false stages=[calibrate]",
-        "stages=[calibrate] calibration.shard=3/4",
-        "stages=[merge,fit,diagnose] calibration.n_shards=4",
+        "stages=[plan,calibrate,report] calibration.shards=4 calibration.worker=3",
+        "calibration.shards=48",
         "calibration.outliers.policy=separate calibration.outliers.share=1",
         "calibration.keep_captures=true calibration.mode=selected selection=forward selection.apart=true",
     ],

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-STAGES = ("plan", "calibrate", "merge", "fit", "diagnose", "evaluate", "benchmark", "report")
+STAGES = ("plan", "calibrate", "fit", "diagnose", "evaluate", "benchmark", "report")
 DIRECTIONS = ("up", "down")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAPPER_KINDS = ("linear", "mlp", "identity", "bias_only", "raw", "random")
@@ -32,7 +32,7 @@ WORLD_KINDS = ("where", "colour", "holder", "two_hop", "moved", "count")
 NEEDLE_KINDS = ("where", "colour", "holder")
 CONVERSATION_MODES = ("every_turn", "at_turn")
 FEEDS = ("generated", "gold")
-TRACKING_BACKENDS = ("wandb", "wandb_online", "none")
+TRACKING_BACKENDS = ("wandb", "wandb_online", "tensorboard", "none")
 
 
 @dataclass
@@ -189,8 +189,8 @@ class CalibrationConfig:
     memory_budget_gib: float | None = None
     device: str = "auto"
     keep_captures: Any = "auto"
-    shard: str | None = None
-    n_shards: int | None = None
+    shards: int = 1
+    worker: int | None = None
     sensitivity_boundaries: int = 32
     outliers: OutliersConfig = field(default_factory=OutliersConfig)
     seed: int = 0
@@ -378,12 +378,20 @@ class TrackingConfig:
 
 
 @dataclass
+class SweepConfig:
+    """What a job of a sweep does about earlier runs of its point, and about code that changed meanwhile."""
+
+    skip_done: bool = True
+    allow_changed_code: bool = False
+
+
+@dataclass
 class Config:
     """The whole of it."""
 
     study: str = "???"
     direction: str = "up"
-    stages: list[str] = field(default_factory=lambda: [stage for stage in STAGES if stage != "merge"])
+    stages: list[str] = field(default_factory=lambda: list(STAGES))
     outputs: str = "???"
     threads: int | None = None
     seed: int = 0
@@ -397,3 +405,4 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)

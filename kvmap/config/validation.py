@@ -128,7 +128,7 @@ def _ranges(cfg: Config) -> Iterator[str]:
         "calibration.native_layers": (calibration.native_layers, 0),
         "calibration.native_head": (calibration.native_head, 0),
         "diagnostics.n_sequences": (cfg.diagnostics.n_sequences, 1),
-        "calibration.n_shards": (calibration.n_shards, 1),
+        "calibration.shards": (calibration.shards, 1),
         "calibration.sensitivity_boundaries": (calibration.sensitivity_boundaries, 1),
         "calibration.n_sequences": (calibration.n_sequences, 2),
         "calibration.sequence_length": (calibration.sequence_length, 2),
@@ -259,25 +259,27 @@ def _calibration(cfg: Config) -> Iterator[str]:
 
 
 def _shards(cfg: Config) -> Iterator[str]:
-    shard, n_shards = cfg.calibration.shard, cfg.calibration.n_shards
-    if shard is not None:
-        number, _, total = shard.partition("/")
-        if not (number.isdigit() and total.isdigit() and int(number) < int(total)):
-            yield f"calibration.shard={shard}: expected i/n with 0 <= i < n, such as 0/4"
-        if set(cfg.stages) - {"plan", "calibrate"}:
-            yield (
-                f"calibration.shard={shard}: a part of the moments can be calibrated and nothing else; set "
-                f"stages=[calibrate], then add the parts with stages=[merge,...] calibration.n_shards=n"
-            )
-    if {"calibrate", "merge"} <= set(cfg.stages):
+    """Parts of one calibration, and which of them a job begins with."""
+    calibration = cfg.calibration
+    shards, worker = calibration.shards, calibration.worker
+    n_held_out = max(1, round(calibration.n_sequences * calibration.held_out_share))
+    fewest = min(n_held_out, calibration.n_sequences - n_held_out)
+    if shards > max(fewest, 1):
         yield (
-            f"stages={list(cfg.stages)}: calibrate reads the whole text, and merge adds what shards have "
-            "read of it; name one of them"
+            f"calibration.shards={shards}: one of the splits has {fewest} sequences; expected at most so "
+            f"many parts. Lower it, or raise calibration.n_sequences"
         )
-    if ("merge" in cfg.stages) != (n_shards is not None):
+    if worker is None:
+        return
+    if not 0 <= worker < shards:
         yield (
-            f"calibration.n_shards={n_shards}: the stage merge adds the parts of so many shards; name both "
-            f"or neither"
+            f"calibration.worker={worker}: expected a number from 0 to calibration.shards - 1 = "
+            f"{shards - 1}, the part that this job begins with"
+        )
+    if more := [stage for stage in cfg.stages if stage not in ("plan", "calibrate", "report")]:
+        yield (
+            f"calibration.worker={worker}: jobs that differ in it alone calibrate together, and each would "
+            f"run {', '.join(more)} again; set stages=[calibrate], and go on in a run without worker"
         )
 
 

@@ -55,7 +55,7 @@ def accumulate_moments(
     weigh: Callable[[CapturedBatch, Tensor], RowWeights] | None = None,
     outliers: OutlierRows | None = None,
     *,
-    is_shard: bool = False,
+    is_part: bool = False,
 ) -> PairMoments:
     """Moments over a stream of captured batches ([H] section 3; METHOD: one pass, every answer).
 
@@ -66,7 +66,7 @@ def accumulate_moments(
         options: see `CalibrationOptions`.
         weigh: row weights of a batch, given the rows that count; for tables that take them.
         outliers: what becomes of outlier tokens' rows, without rows as yet; it is filled on the way.
-        is_shard: others are to be merged with this part, so outliers are not settled: that comes after.
+        is_part: others are to be merged with this one, so outliers are not settled: that comes after.
 
     Returns:
         Float64 moments on the CPU.
@@ -96,7 +96,7 @@ def accumulate_moments(
             weights = None if weigh is None else weigh(batch, rows)
             moments.update(batch.split, source, target, rows, weights)
             del batch, source, target, weights  # before the next is read, or two would be held
-    if outliers is not None and not is_shard:
+    if outliers is not None and not is_part:
         outliers.settle(moments)
     return moments.to("cpu")
 

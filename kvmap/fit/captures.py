@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvmap.files import load_tensors, read_json, save_tensors, write_json
+from kvmap.files import link_or_copy, load_tensors, read_json, save_tensors, write_json
 from kvmap.fit.pair_moments import calibration_rows
 from kvmap.fit.sensitivity import N_BOUNDARIES, read_sensitivity
 from kvmap.models.cache import KVCache
@@ -20,6 +20,8 @@ from kvmap.progress import track
 
 RECORD = "captures.json"
 ROLES: tuple[Side, Side] = ("source", "target")
+
+Batch = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Captures:
     """
 
     folder: Path
-    batches: tuple[tuple[int, int], ...]
+    batches: tuple[Batch, ...]
     sensitivity: bool
 
     @classmethod
@@ -121,6 +123,7 @@ def capture(
     folder: Path,
     *,
     batch_size: int,
+    batches: Sequence[Batch] | None = None,
     sequential: bool = False,
     sensitivity: SensitivityOptions | None = None,
 ) -> Captures:
@@ -131,13 +134,13 @@ def capture(
         input_ids: (n_sequences, tokens) int64, no padding.
         folder: where the caches go; `Captures.open` reads it.
         batch_size: sequences per forward pass, and per file.
+        batches: those to read, of `batches_of`; all where None.
         sequential: never hold both models in memory.
         sensitivity: also take the target's attention-sensitivity weights; None: do not.
 
     Disk: the bytes of both caches over all tokens, in the models' dtypes.
     """
-    starts = range(0, len(input_ids), batch_size)
-    batches = tuple((start, min(start + batch_size, len(input_ids))) for start in starts)
+    batches = tuple(batches_of(len(input_ids), batch_size) if batches is None else batches)
     found = Captures(folder, batches, sensitivity is not None)
     (folder / RECORD).unlink(missing_ok=True)  # of an earlier capture, over whose files this one writes
 
@@ -164,10 +167,32 @@ def capture(
         for start, stop in track(batches, len(batches), "capture: both models read"):
             for role in ROLES:
                 read(role, start, stop)
-    write_json(
-        folder / RECORD, {"batches": [list(batch) for batch in batches], "sensitivity": found.sensitivity}
-    )
+    _write_record(found)
     return found
+
+
+def batches_of(n_sequences: int, batch_size: int) -> list[Batch]:
+    """(start, stop) sequence numbers of each batch."""
+    return [(start, min(start + batch_size, n_sequences)) for start in range(0, n_sequences, batch_size)]
+
+
+def join_captures(parts: Sequence[Path], folder: Path) -> None:
+    """One folder of captures from parts that hold some batches each; their files are linked, not copied.
+
+    Raises:
+        StorageError: The folder cannot be written to.
+    """
+    found = [Captures.open(part) for part in parts]
+    for part in found:
+        for file in sorted(part.folder.glob("*.safetensors")):
+            link_or_copy(file, folder / file.name)
+    batches = tuple(sorted(batch for part in found for batch in part.batches))
+    _write_record(Captures(folder, batches, all(part.sensitivity for part in found)))
+
+
+def _write_record(found: Captures) -> None:
+    batches = [list(batch) for batch in found.batches]
+    write_json(found.folder / RECORD, {"batches": batches, "sensitivity": found.sensitivity})
 
 
 def _names(tensors: Mapping[str, Tensor]) -> list[tuple[str, int]]:

@@ -13,7 +13,7 @@ from kvmap.report.command import main, write_report
 from kvmap.report.console import print_summary
 from kvmap.report.pictures import draw_figures, save_figures
 from kvmap.report.reading import read_arms, read_table
-from kvmap.report.sweep import write_sweep_summary
+from kvmap.report.sweep import summary_rows
 
 __all__ = [
     "draw_figures",
@@ -22,6 +22,6 @@ __all__ = [
     "read_arms",
     "read_table",
     "save_figures",
+    "summary_rows",
     "write_report",
-    "write_sweep_summary",
 ]

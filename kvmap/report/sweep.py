@@ -1,35 +1,33 @@
-"""The jobs of a sweep in one file."""
+"""The runs of a sweep side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvmap.errors import KvmapError
-from kvmap.files import read_json, write_csv
-from kvmap.report.reading import Row, natural
+from kvmap.files import read_json
+from kvmap.report.reading import Row
 from kvmap.tracking import read_metrics
 
 
-def write_sweep_summary(root: Path) -> Path:
-    """Writes `<root>/summary.csv`: a line a job with status, the settings that differ and every metric."""
-    root = Path(root)
-    jobs = sorted((path.parent for path in root.glob("*/run.json")), key=natural)
-    if not jobs:
-        raise KvmapError(f"{root} holds no jobs (no */run.json): give the directory of a sweep")
-    records = [read_json(job / "run.json") for job in jobs]
-    settings = [dict(leaves(record["config"])) for record in records]
+def summary_rows(runs: Sequence[tuple[Row, Path | None]]) -> list[Row]:
+    """A row a run: what is said of it, the settings that differ, every metric.
+
+    Args:
+        runs: what is said first of each, and its directory; None where there is no run.
+    """
+    settings = [dict(leaves(read_json(run / "run.json")["config"])) if run else {} for _, run in runs]
     names = list(dict.fromkeys(name for setting in settings for name in setting))
-    varied = [name for name in names if len({repr(setting.get(name)) for setting in settings}) > 1]
+    known = [setting for setting in settings if setting]
+    varied = [name for name in names if len({repr(setting.get(name)) for setting in known}) > 1]
     rows = []
-    for job, record, setting in zip(jobs, records, settings, strict=True):
-        row: Row = {"job": job.name, "status": record["status"], "seconds": record["seconds"]}
-        row.update({name: setting.get(name) for name in varied})
-        row.update({key: metric.value for key, metric in read_metrics(job).items()})
+    for (said, run), setting in zip(runs, settings, strict=True):
+        row = {**said, **{name: setting.get(name) for name in varied}}
+        if run is not None and (run / "metrics.json").is_file():
+            row.update({key: metric.value for key, metric in read_metrics(run).items()})
         rows.append(row)
-    write_csv(root / "summary.csv", rows)
-    return root / "summary.csv"
+    return rows
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

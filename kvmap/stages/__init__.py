@@ -20,10 +20,15 @@ if TYPE_CHECKING:
     from kvmap.stages.context import Context
 
 
-def run_stages(cfg: Config, directory: str | Path) -> None:
+def run_stages(cfg: Config, directory: str | Path, *, identity: str | None = None) -> None:
     """Run the stages that `cfg.stages` names, in their fixed order, into one run directory.
 
     Prints the table of results and, last, `run: <directory>`, also where a stage fails.
+
+    Args:
+        cfg: the configuration, judged.
+        directory: of the run.
+        identity: of the configuration, for the record.
 
     Raises:
         KvmapError: the first thing that cannot be; what was finished before it is kept.
@@ -50,10 +55,12 @@ def run_stages(cfg: Config, directory: str | Path) -> None:
         wandb_project=cfg.tracking.project,
         wandb_entity=cfg.tracking.entity,
         wandb_group=cfg.tracking.group,
-        wandb_seconds=cfg.tracking.finish_timeout_s,
+        seconds=cfg.tracking.finish_timeout_s,
     )
     try:
         with run:
+            if identity is not None:
+                run.note(identity=identity)
             ctx = Context(cfg, run)
             plan.check(ctx)
             for name in STAGES:

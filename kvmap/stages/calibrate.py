@@ -13,11 +13,9 @@ from kvmap.stages.context import Context
 
 
 def run(ctx: Context) -> None:
-    """Make or find the moments, or this shard's part; log rows, bytes, and whether they were reused."""
+    """Make or find the moments; log rows, bytes, and whether they were reused."""
     calibrated = ctx.calibrated
-    part = ctx.cfg.calibration.shard is not None
-    artifact = calibrated.build_part() if part else calibrated.moments_artifact
-    log_moments(ctx, artifact, "moments_part" if part else "moments")
+    _log_moments(ctx, calibrated.moments_artifact)
     if calibrated.captures is not None:
         ctx.run.note(artifacts={"captures": calibrated.captures.folder.name})
 
@@ -28,8 +26,8 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def log_moments(ctx: Context, artifact: Artifact, name: str) -> None:
-    """Rows of each split, mode and bytes."""
+def _log_moments(ctx: Context, artifact: Artifact) -> None:
+    """Rows of each split, mode and bytes; and how many parts this run has made, where there were parts."""
     tables = [table for path in artifact.path.glob("moments.*.json") for table in read_json(path)["tables"]]
     rows = {split: min(table["n_rows"][split] for table in tables) for split in SPLITS}
     metrics = {f"calibrate/rows/{split}/n_rows": Metric(n) for split, n in rows.items()}
@@ -38,5 +36,7 @@ def log_moments(ctx: Context, artifact: Artifact, name: str) -> None:
     metrics["calibrate/moments/all/planned_peak_bytes"] = Metric(ctx.calibrated.plan.peak_bytes)
     metrics["calibrate/process/all/peak_bytes"] = Metric(peak_bytes())
     metrics["calibrate/moments/all/n_passes"] = Metric(ctx.calibrated.plan.n_passes)
+    if ctx.cfg.calibration.shards > 1:
+        metrics["calibrate/moments/all/n_parts_made"] = Metric(ctx.calibrated.n_parts_made)
     ctx.run.log(metrics)
-    ctx.run.note(artifacts={name: artifact.path.name}, moments_mode=ctx.calibrated.plan.mode)
+    ctx.run.note(artifacts={"moments": artifact.path.name}, moments_mode=ctx.calibrated.plan.mode)

@@ -93,19 +93,12 @@ def test_a_compression_that_the_gate_refuses_is_said_once(
         assert [row["passes"] for row in csv.DictReader(stream)] == ["True", "False"]
 
 
-def test_shards_are_merged_and_found_again(call: Callable[..., Answer], tmp_path: Path) -> None:
+def test_a_calibration_in_parts_is_found_again(call: Callable[..., Answer], tmp_path: Path) -> None:
     common = (f"outputs={tmp_path}", *SMALL)
-    status, _, err = call(*common, "stages=[calibrate]", "calibration.shard=0/2")
-    assert status == 0, err
-    merge = ("stages=[merge]", "calibration.n_shards=2")
-    status, _, err = call(*common, *merge)
-    assert status == cli.EXIT_FAILED
-    assert "calibration.n_shards=2: the parts 1/2 are missing; run stages=[calibrate]" in err
-    assert_one_message(err)
-    assert call(*common, "stages=[calibrate]", "calibration.shard=1/2")[0] == 0
-    status, out, err = call(*common, *merge)
+    status, out, err = call(*common, "stages=[calibrate]", "calibration.shards=2", "calibration.worker=1")
     assert status == 0, err
     assert metrics_of(out)["calibrate/moments/all/reused"] == 0
+    assert metrics_of(out)["calibrate/moments/all/n_parts_made"] == 2
     status, out, err = call(*common, "stages=[calibrate,fit]")
     assert status == 0, err
     assert metrics_of(out)["calibrate/moments/all/reused"] == 1

@@ -421,7 +421,7 @@ def test_separate_with_too_few_flagged_rows_is_keep(tables: str, min_rows: int) 
 def test_rows_wait_no_longer_than_needed(min_rows: int) -> None:
     source, target = pair()
     outliers = OutlierRows(OutlierRule.fit([source]), "separate", LAYOUT, min_rows)
-    moments = accumulated(source, target, outliers, is_shard=True)
+    moments = accumulated(source, target, outliers, is_part=True)
     assert not outliers.undecided
     assert not any(outliers.waiting.values())
     assert_same(moments, moments_without(source, target, at()))
@@ -433,7 +433,7 @@ def parts(source: KVCache, target: KVCache, min_rows: int) -> Iterator[tuple[Pai
     for rows in ([0, 2], [1, 4], [3, 5]):
         outliers = OutlierRows(rule, "separate", LAYOUT, min_rows)
         batches = [[row] for row in rows]
-        moments = accumulated(source, target, outliers, batches=batches, is_shard=True)
+        moments = accumulated(source, target, outliers, batches=batches, is_part=True)
         settings, tensors = outliers.to_state()
         yield moments, OutlierRows.from_state(json.loads(json.dumps(settings)), tensors)
 

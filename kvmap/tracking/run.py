@@ -1,4 +1,4 @@
-"""The record of one run: what was asked, what came out, where from. Disk first; W&B gets a copy.
+"""The record of one run: what was asked, what came out, where from. Disk first; a tracker gets a copy.
 
 A run directory holds `run.json` (status, provenance, seconds per stage), `metrics.json`, `tables/*.csv`,
 `figures/*.png`, `run.log` and, where the checkout was dirty beyond a few lines, `dirty.diff`.
@@ -7,8 +7,8 @@ A run directory holds `run.json` (status, provenance, seconds per stage), `metri
 from __future__ import annotations
 
 import logging
-import os
 import re
+import secrets
 import sys
 import time
 import traceback
@@ -19,30 +19,29 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvmap import provenance
+from kvmap import preemption, provenance
 from kvmap.errors import KvmapError, UnknownName
 from kvmap.files import read_json, replacing, write_csv, write_json, write_text
-from kvmap.locks import machine, process_lives, process_start
 from kvmap.metrics import Metric
-from kvmap.wandb_mirror import RETENTION_TABLE, WandbMirror
+from kvmap.tracking import usage
+from kvmap.tracking.attempts import check_ours, known_id, put_away_earlier, this_process
+from kvmap.tracking.headline import name_of
+from kvmap.tracking.mirror import Identity, Mirror
+from kvmap.tracking.tensorboard_mirror import FOLDER, TensorboardMirror
+from kvmap.tracking.wandb_mirror import RETENTION_TABLE, WandbMirror
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["BACKENDS", "Metric", "Run", "RunExists", "read_metrics"]
-
-BACKENDS = ("none", "wandb", "wandb_online")
+BACKENDS = ("none", "wandb", "wandb_online", "tensorboard")
 SCHEMA_VERSION = 1
 DIFF_CHARACTERS_INLINE = 4000
 ERROR_CHARACTERS = 500
+ID_BYTES = 8
 FIGURE_DPI = 300
 
 _logger = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-
-
-class RunExists(KvmapError):
-    """The directory holds a finished run, or one that is being written."""
 
 
 def read_metrics(directory: Path) -> dict[str, Metric]:
@@ -66,13 +65,14 @@ class Run:
             or its process is gone) is moved to `attempt-<n>/`.
         study: Name of the study, group of the W&B run.
         config: What the run was asked to do, as plain values.
-        backend: `wandb` (offline files), `wandb_online`, or `none`. Local files are the same with each.
+        backend: `wandb` (offline files), `wandb_online`, `tensorboard` or `none`. Local files are the same
+            with each.
         argv: Command line; `sys.argv` where None.
         seeds: Every seed, by what it seeds.
         wandb_project: Name of the W&B project.
         wandb_entity: User or team that owns the project; None: W&B's default.
         wandb_group: W&B group; the study where None.
-        wandb_seconds: Longest wait for any W&B call.
+        seconds: Longest wait for any call to a tracker, and for all calls after the run has ended.
 
     Raises:
         RunExists: On entering, where the directory's run is done or alive.
@@ -90,7 +90,7 @@ class Run:
         wandb_project: str = "kvmap",
         wandb_entity: str | None = None,
         wandb_group: str | None = None,
-        wandb_seconds: float = 30.0,
+        seconds: float = 30.0,
     ) -> None:
         if backend not in BACKENDS:
             raise UnknownName("tracking backend", backend, BACKENDS)
@@ -101,45 +101,63 @@ class Run:
         self.metrics: dict[str, Metric] = {}
         self._argv = list(sys.argv if argv is None else argv)
         self._seeds = dict(seeds or {})
-        self._wandb: dict[str, Any] = {
-            "project": wandb_project,
-            "entity": wandb_entity,
-            "group": wandb_group,
-            "seconds": wandb_seconds,
-        }
-        self._mirror: WandbMirror | None = None
+        self._seconds = seconds
+        self._wandb: dict[str, Any] = {"project": wandb_project, "entity": wandb_entity, "group": wandb_group}
+        self._mirror: Mirror | None = None
         self._record: dict[str, Any] = {}
         self._tables: dict[str, tuple[list[str], list[Mapping[str, Any]]]] = {}
         self._handler: logging.Handler | None = None
+        self._usage = usage.Usage()
         self._started = 0.0
+        self._entered = False
 
+    @preemption.put_off()
     def __enter__(self) -> Run:
-        """Writes run.json with status `running`, opens the log, starts W&B."""
-        attempts = _put_away_earlier(self.directory)
+        """Writes run.json with status `running`, opens the log, starts the tracker."""
+        attempts = put_away_earlier(self.directory)
         self._started = time.monotonic()
+        self._usage = usage.Usage()
+        self._entered = False
         self._record = self._first_record(attempts)
+        earlier_id = known_id(attempts)
+        identity = Identity(
+            directory=self.directory,
+            study=self.study,
+            name=name_of(self.study, self.directory),
+            id=earlier_id or secrets.token_hex(ID_BYTES),
+            attempt=len(attempts),
+            resumed=earlier_id is not None,
+        )
+        # Before the tracker starts: whoever is killed right after it finds the id again.
+        if self.backend == "tensorboard":
+            self._record["tensorboard"] = {"folder": FOLDER, "name": identity.name}
+        elif self.backend != "none":
+            mode = "online" if self.backend == "wandb_online" else "offline"
+            self._record["wandb"] = {"id": identity.id, "mode": mode}
         self._write_record()
+        self._entered = True
         self._write_metrics()
         self._open_log()
-        if self.backend != "none":
-            self._mirror = WandbMirror(
-                self.directory,
-                self.study,
-                self.config,
-                online=self.backend == "wandb_online",
-                **self._wandb,
-            )
-            self._record["wandb"] = {"id": self._mirror.id, "mode": self._mirror.mode}
-            self._write_record()
+        self._mirror = self._open_mirror(identity)
         return self
 
+    def _open_mirror(self, identity: Identity) -> Mirror | None:
+        if self.backend == "none":
+            return None
+        if self.backend == "tensorboard":
+            return TensorboardMirror(identity, self.config, seconds=self._seconds)
+        online = self.backend == "wandb_online"
+        return WandbMirror(identity, self.config, online=online, seconds=self._seconds, **self._wandb)
+
+    @preemption.put_off()
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Writes how it ended; never hides the exception that ended it."""
         failed = error is not None and not (isinstance(error, SystemExit) and error.code in (0, None))
         try:
-            self._record["status"] = "failed" if failed else "done"
+            check_ours(self.directory)
+            self._record["status"] = _status(error) if failed else "done"
             self._record["ended"] = _utc_now()
             self._record["seconds"] = round(time.monotonic() - self._started, 3)
             if error is not None and failed:
@@ -151,12 +169,16 @@ class Run:
             _logger.warning("could not record how the run ended: %s", fault)
         finally:
             if self._mirror is not None:
-                for name, (columns, rows) in self._tables.items():
-                    self._mirror.table(name, columns, rows)
-                retention = self._tables.get(RETENTION_TABLE)
-                self._mirror.results(self.study, self.directory, self.metrics, retention)
-                self._mirror.finish(exit_code=int(failed))
+                self._hand_over(self._mirror, exit_code=int(failed))
             self._close_log()
+
+    def _hand_over(self, mirror: Mirror, exit_code: int) -> None:
+        mirror.hurry()
+        for name, (columns, rows) in self._tables.items():
+            mirror.table(name, columns, rows)
+        retention = self._tables.get(RETENTION_TABLE)
+        mirror.results(self.metrics, retention, usage.numbers(self._record["usage"]))
+        mirror.finish(exit_code)
 
     def note(self, **facts: Any) -> None:
         """Adds facts learnt after the start (model and data revisions, ...) to run.json, under `facts`.
@@ -185,8 +207,9 @@ class Run:
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Writes rows to tables/<name>.csv; columns are all keys in the order of their first appearance.
 
-        A table may be written again as it grows; W&B gets the last state, when the run ends.
+        A table may be written again as it grows; trackers get the last state, when the run ends.
         """
+        check_ours(self.directory)
         path = self.directory / "tables" / f"{_plain_name('table', name)}.csv"
         columns = write_csv(path, rows)
         self._tables[name] = (columns, list(rows))
@@ -194,6 +217,7 @@ class Run:
 
     def figure(self, name: str, figure: Figure) -> Path:
         """Writes a matplotlib figure to figures/<name>.png."""
+        check_ours(self.directory)
         path = self.directory / "figures" / f"{_plain_name('figure', name)}.png"
         with replacing(path) as temporary:
             figure.savefig(temporary, dpi=FIGURE_DPI)
@@ -204,6 +228,7 @@ class Run:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Times a stage, logs its begin and end, and records both in run.json."""
+        preemption.check()
         began = time.monotonic()
         entry: dict[str, Any] = {"status": "running", "seconds": None}
         self._record["stages"][name] = entry
@@ -212,8 +237,8 @@ class Run:
         try:
             yield
             entry["status"] = "done"
-        except BaseException:
-            entry["status"] = "failed"
+        except BaseException as error:
+            entry["status"] = _status(error)
             raise
         finally:
             entry["seconds"] = round(time.monotonic() - began, 3)
@@ -244,8 +269,9 @@ class Run:
             "wandb": None,
             "git": git,
             "versions": provenance.package_versions(),
-            "host": {**provenance.host_facts(), "process": _process()},
+            "host": {**provenance.host_facts(), "process": this_process()},
             "device": None,
+            "usage": {},
             "threads": {},
             "slurm": provenance.slurm_facts(),
             "config": dict(self.config),
@@ -262,12 +288,16 @@ class Run:
         _logger.error("run failed: %s", self._record["error"])
 
     def _write_record(self) -> None:
-        # Torch may be loaded by a later stage only; so these two are looked up each time.
+        if self._entered:
+            check_ours(self.directory)
+        # Torch may be loaded by a later stage only; so these are looked up each time.
+        self._record["usage"] = self._usage.facts()
         self._record["device"] = provenance.device_facts()
         self._record["threads"] = provenance.thread_facts()
         write_json(self.directory / "run.json", self._record)
 
     def _write_metrics(self) -> None:
+        check_ours(self.directory)
         content = {
             key: {
                 "value": float(metric.value),
@@ -298,6 +328,11 @@ class Run:
             self._handler = None
 
 
+def _status(error: BaseException | None) -> str:
+    """How a run, or a stage of it, that did not get to its end is called."""
+    return "preempted" if isinstance(error, preemption.Preempted) else "failed"
+
+
 def _plain_name(what: str, name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ValueError(f"{what} {name!r} is no plain name: letters, digits, '_', '-' and '.' are allowed")
@@ -306,36 +341,3 @@ def _plain_name(what: str, name: str) -> str:
 
 def _utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _process() -> dict[str, Any]:
-    pid = os.getpid()
-    return {"machine": machine(), "pid": pid, "start": process_start(pid)}
-
-
-def _put_away_earlier(directory: Path) -> list[dict[str, Any]]:
-    """Moves what an attempt that came to nothing left into `attempt-<n>/`; gives the attempts so far."""
-    file = directory / "run.json"
-    if not file.exists():
-        return []
-    earlier = read_json(file)
-    if earlier["status"] == "done":
-        raise RunExists(f"{directory} holds a finished run; give another directory, or delete that one")
-    if earlier["status"] == "running" and _is_alive(earlier["host"]["process"]):
-        process = earlier["host"]["process"]
-        raise RunExists(f"{directory} is being written by process {process['pid']} on {process['machine']}")
-    attempts = list(earlier.get("attempts", []))
-    folder = directory / f"attempt-{len(attempts) + 1}"
-    folder.mkdir()
-    for name in ("run.json", "metrics.json", "tables", "figures", "traceback.txt", "dirty.diff"):
-        if (directory / name).exists():
-            (directory / name).rename(folder / name)
-    facts = {name: earlier.get(name) for name in ("status", "started", "ended", "error", "wandb")}
-    return [*attempts, {"directory": folder.name, **facts}]
-
-
-def _is_alive(process: Mapping[str, Any]) -> bool:
-    """False where it cannot be known: a requeued job comes back on another machine."""
-    if process["machine"] != machine():
-        return False
-    return process_lives(process["pid"]) and process_start(process["pid"]) == process["start"]

@@ -12,8 +12,8 @@ import pytest
 
 from kvmap.metrics import Metric
 from kvmap.tracking import Run
-from kvmap.wandb_mirror import TAG_CHARACTERS, headline, tags_of
-from tests.test_tracking import wandb_records
+from kvmap.tracking.headline import TAG_CHARACTERS, headline, name_of, tags_of
+from tests.tracking.wandb_records import wandb_records
 
 CONFIG = {
     "direction": "up",
@@ -64,6 +64,19 @@ def test_tags_say_pair_mapper_and_direction(config: dict[str, Any], tags: list[s
     assert tags_of(config) == tags
 
 
+@pytest.mark.parametrize(
+    ("directory", "name"),
+    [
+        ("outputs/tiny/2026-01-01_a", "tiny/2026-01-01_a"),
+        ("outputs/tiny/2026-01-01_a/7", "tiny/2026-01-01_a/7"),
+        ("tiny/tiny", "tiny/tiny"),
+        ("elsewhere", "tiny/elsewhere"),
+    ],
+)
+def test_the_name_says_which_job_of_which_sweep(directory: str, name: str) -> None:
+    assert name_of("tiny", Path(directory)) == name
+
+
 def record(directory: Path) -> None:
     with Run(directory, "my study", CONFIG, "wandb") as run:
         run.log(METRICS)
@@ -111,7 +124,8 @@ def test_the_artifact_holds_what_lies_on_disk(tmp_path: Path, monkeypatch: pytes
     assert table.columns == ["task", "arm", "metric", "value", "low", "high"]
     assert table.data[1] == ["average", "target", "accuracy", 0.9, None, None]
     assert fake.started["tags"] == tags_of(CONFIG)
-    assert fake.summary == headline(METRICS)
+    assert fake.summary.items() >= headline(METRICS).items()
+    assert fake.summary["usage/cpu_seconds"] >= 0
 
 
 def test_a_run_without_a_retention_table_has_an_artifact_too(
@@ -145,7 +159,7 @@ class FakeWandb:
         self.started = given
         return self
 
-    def log(self, _: object) -> None:
+    def log(self, _: object, **__: object) -> None:
         return None
 
     def log_artifact(self, artifact: FakeArtifact) -> None:
