@@ -160,6 +160,11 @@ class BuildLock:
         seen = self._observe()
         return "nobody" if seen is None else _name(seen.holder)
 
+    def holder_is_gone(self) -> bool:
+        """Whether whoever holds the lock was a process of this machine, and is no more."""
+        seen = self._observe()
+        return seen is not None and _is_gone(seen.holder)
+
     def __enter__(self) -> BuildLock:
         """The lock, which `acquire` has got."""
         return self

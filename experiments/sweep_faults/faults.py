@@ -35,7 +35,7 @@ HOURS = 3600.0
 # What the strikes are, in turn; killing is the rule.
 ROUND = ("kill", "kill", "cancel", "kill", "requeue", "kill", "signal", "kill")
 CONTROLLER_STRIKE, NODE_STRIKE = 6, 12
-PERSONAL = ("seconds", "reused", "n_parts_made", "bytes_per_second")
+PERSONAL = ("seconds", "reused", "n_parts_made", "process/all/peak_bytes")
 
 
 def strike(cluster: Cluster, fault: str, job: str) -> bool:

@@ -48,6 +48,7 @@ def read_state(register: Register, identity: str) -> RunState:
     """The state of an identity, from its directory, its lock and, where there is one, Slurm's queue."""
     beat = register.seconds_since_beat(identity)
     held = beat is not None and beat < register.stale_seconds
+    held = held and not register.lock(identity).holder_is_gone()  # killed before it had a run.json
     directory = register.directory(identity)
     file = None if directory is None else directory / "run.json"
     if file is None or not file.is_file():
