@@ -24,7 +24,7 @@ from kvmap.preemption import EXIT_PREEMPTED
 from kvmap.sweeps.failures import JobFailed, crossing, launcher_failure
 from kvmap.sweeps.isolation import isolated
 from kvmap.sweeps.points import register_resolver
-from tests.slurm.cluster import command_of, descendants
+from tests.slurm.processes import command_of, descendants
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 SLURM = ("slurm", "slurm_gpu", "slurm_8gpu")
@@ -210,6 +210,8 @@ class TestFailures:
         from joblib.externals.loky.process_executor import TerminatedWorkerError
         from submitit.core.utils import FailedJobError
 
+        trace = "Job (task=0) failed with trace:\n---\nTraceback\n  File x\nImportError: no module\n---\nsee"
+        assert "with trace: ImportError: no module\n" in str(launcher_failure(FailedJobError(trace)))
         assert "No partition" in str(launcher_failure(FailedJobError("\nsbatch: No partition\nmore")))
         assert "start the sweep again" in str(launcher_failure(TerminatedWorkerError("killed")))
         assert launcher_failure(RuntimeError("any")) is None

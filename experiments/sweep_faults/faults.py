@@ -28,7 +28,8 @@ from typing import Any
 
 from points import STUDY, sweep_of
 
-from tests.slurm.cluster import Cluster, NoCluster, wait_until
+from tests.slurm.cluster import Cluster
+from tests.slurm.processes import NoCluster, wait_until
 from tests.slurm.sweeping import Sweep, queue_is_empty, running_jobs, wait_for_queue
 
 HOURS = 3600.0
@@ -51,11 +52,23 @@ def strike(cluster: Cluster, fault: str, job: str) -> bool:
     return bool(pids)
 
 
+def settled(cluster: Cluster) -> bool:
+    """Whether no job is left but those held because their launch met a fault; these are cancelled."""
+    if queue_is_empty(cluster):
+        return True
+    lines = cluster.run("squeue", "-h", "-r", "-o", "%i %T %r", check=False).splitlines()
+    held = [line.split()[0] for line in lines if "PENDING" in line and "held" in line.lower()]
+    if not held or len(held) < len(lines):
+        return False
+    cluster.run("scancel", *held)
+    return True
+
+
 def under_fire(cluster: Cluster, every: float, log: Path) -> list[dict[str, Any]]:
     """Strikes until no job is left; every strike is noted."""
     chance, began = random.Random(0), time.monotonic()
     strikes: list[dict[str, Any]] = []
-    while not queue_is_empty(cluster) and time.monotonic() - began < HOURS:
+    while not settled(cluster) and time.monotonic() - began < HOURS:
         time.sleep(every)
         if len(strikes) == CONTROLLER_STRIKE:
             cluster.kill_controller()
@@ -172,7 +185,9 @@ def main() -> int:
         attacked.abandon()
         strikes = under_fire(cluster, given.every, given.folder / "strikes.csv")
         after_fire = status(cluster, disturbed, "--json")["counts"]
+        wait_for_queue(cluster, 60)
         status(cluster, disturbed, "--resubmit", "all")
+        wait_for_queue(cluster, HOURS)
         found = examine(cluster, disturbed, expected)
     except NoCluster as error:
         print(f"the cluster did not hold: {error}", file=sys.stderr)

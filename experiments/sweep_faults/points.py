@@ -6,6 +6,7 @@ PAIRS = ("tiny_medium_large", "tiny_medium_wide", "tiny_unmatched")
 TOP_K = ("1", "2", "3", "4", "all")
 RIDGE_LAMBDA = ("1e-4", "1e-2", "1.0", "1e2")
 STAGES = "stages=[calibrate,fit,evaluate]"
+QUESTIONS = "evaluation.world.n_per_kind=20"
 STUDY = "sweep_faults"
 
 
@@ -15,6 +16,7 @@ def sweep_of(n_pairs: int, n_points: int) -> list[str]:
     n_k = max(1, min(len(TOP_K), n_points // (n_pairs * n_lambda)))
     return [
         STAGES,
+        QUESTIONS,
         f"study={STUDY}",
         "tracking=none",
         f"mapper.top_k={','.join(TOP_K[:n_k])}",

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from points import PAIRS, STUDY, sweep_of
+from points import PAIRS, QUESTIONS, STUDY, sweep_of
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.sweeping import Sweep, record, wait_for_queue
@@ -29,7 +29,7 @@ def wall_of_jobs(cluster: Cluster, sweep: Sweep) -> list[float]:
     """Seconds of each job of a sweep by Slurm's clock, which knows the start of the process."""
     assert sweep.wait(HOURS) == 0, sweep.log.read_text()
     wait_for_queue(cluster, 60)
-    array = record(sweep.directory / "0")["slurm"]["job_id"]
+    array = record(sweep.directory / "0")["slurm"]["array_job_id"]
     lines = cluster.run("sacct", "-n", "-X", "-P", "-j", array, "-o", "ElapsedRaw").split()
     return [float(line) for line in lines]
 
@@ -39,7 +39,7 @@ def units(cluster: Cluster, folder: Path) -> tuple[list[float], list[float]]:
 
     The first k of a pair asks its target and source too, the others find their answers, as in the sweep.
     """
-    base = ["tracking=none", f"study={STUDY}", f"pair={','.join(PAIRS)}"]
+    base = ["tracking=none", QUESTIONS, f"study={STUDY}", f"pair={','.join(PAIRS)}"]
     calibrations = Sweep(cluster, folder, "stages=[calibrate]", *base)
     seconds = wall_of_jobs(cluster, calibrations)
     points = Sweep(cluster, folder, "stages=[fit,evaluate]", "mapper.top_k=1,2,3", *base)

@@ -29,9 +29,9 @@ def _slurm(launcher: Mapping[str, Any]) -> Iterator[str]:
     limit, delay = 60 * launcher.get("timeout_min", 60), launcher.get("signal_delay_s", 0)
     if limit <= delay + SLURM_CLOCK_SECONDS:
         yield (
-            f"hydra.launcher.timeout_min={launcher.get('timeout_min', 60)}: with signal_delay_s={delay} Slurm "
-            f"may warn a job as soon as it starts; expected more than {(delay + SLURM_CLOCK_SECONDS) / 60:g}, "
-            "or a smaller hydra.launcher.signal_delay_s"
+            f"hydra.launcher.timeout_min={launcher.get('timeout_min', 60)}: with signal_delay_s={delay} "
+            "Slurm may warn a job as soon as it starts; expected more than "
+            f"{(delay + SLURM_CLOCK_SECONDS) / 60:g}, or a smaller hydra.launcher.signal_delay_s"
         )
     if launcher.get("array_parallelism", 1) < 1:
         yield f"hydra.launcher.array_parallelism={launcher['array_parallelism']}: expected at least 1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,8 @@ def launcher_failure(error: BaseException) -> str | None:
     if type(error).__module__.split(".")[0] not in LAUNCHERS:
         return None
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if raised := re.findall(r"^[\w.]+: .+$", str(error), re.MULTILINE):  # the end of a traceback
+        said = f"{said} {raised[-1]}"
     return (
         f"the launcher reports: {said}\nstart the sweep again: what is done is skipped, what was begun goes "
         "on (python -m kvmap.sweep status says how far it got)"

@@ -13,81 +13,21 @@ from __future__ import annotations
 import json
 import os
 import platform
-import random
 import re
-import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+
+from tests.slurm.description import describe
+from tests.slurm.processes import NoCluster, command_of, descendants, wait_until
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurmdbd", "munge", "mariadb-server-core")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "slurmdbd", "munged", "mariadbd")
 START_SECONDS = 40.0
-
-CLUSTER_CONF = """\
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={port}
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket,cred_expire=5
-CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool/%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/log/slurmctld.log
-SlurmdLogFile={folder}/log/slurmd-%n.log
-MailProg=/bin/true
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-MpiDefault=none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/slurmdbd
-AccountingStorageHost=127.0.0.1
-AccountingStoragePort={accounting_port}
-AccountingStoragePass={folder}/munge/socket
-SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=1,requeue_delay=0
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core_Memory
-DefMemPerCPU=256
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-EnforcePartLimits=ALL
-ReturnToService=2
-SlurmdTimeout=10
-KillWait=5
-MinJobAge=300
-GresTypes=gpu
-NodeName=n[1-{n_nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first_node}-{last_node}] CPUs={cpus} RealMemory={memory} Gres=gpu:8
-PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=30 MaxTime=INFINITE
-PartitionName=urgent Nodes=ALL PriorityTier=9 PreemptMode=OFF MaxTime=INFINITE
-"""  # noqa: E501  a line of slurm.conf is not folded
-
-ACCOUNTING_CONF = """\
-DbdHost={host}
-DbdAddr=127.0.0.1
-DbdPort={accounting_port}
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
-PidFile={folder}/slurmdbd.pid
-LogFile={folder}/log/slurmdbd.log
-StorageType=accounting_storage/mysql
-StorageHost=localhost
-StorageUser=root
-StorageLoc=slurm
-"""
-
-
-class NoCluster(Exception):
-    """Slurm cannot be had here; the message says why."""
 
 
 class Cluster:
@@ -116,7 +56,9 @@ class Cluster:
             NoCluster: with the reason.
         """
         install()
-        self._describe()
+        if self.folder.exists():
+            self.down()
+        describe(self.folder, self.n_nodes, self.cpus)
         try:
             self._start_all()
         except (NoCluster, OSError, subprocess.SubprocessError) as error:
@@ -185,10 +127,7 @@ class Cluster:
     def kill_node(self, node: str) -> None:
         """SIGKILL to a node's slurmd and to all that runs there, as if its power had failed."""
         self._kill(f"slurmd-{node}")
-        for step in self._steps(node):
-            for pid in [*descendants(step), step]:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        self._kill_steps([node])
 
     def processes_of(self, job: str) -> list[int]:
         """Ids of the python processes that run a job's steps, such as `12` or `12_3`."""
@@ -243,47 +182,11 @@ class Cluster:
             with suppress(NoCluster, subprocess.TimeoutExpired):
                 self.run("scancel", "-Q", "-u", "root", check=False)
                 wait_until(lambda: not self.run("squeue", "-h", check=False).strip(), 10.0, "the jobs' end")
-        steps = [step for node in self.nodes for step in self._steps(node)]
         daemons = [f"slurmd-{node}" for node in self.nodes]
         for name in [*daemons, "slurmctld", "slurmdbd", "mariadbd", "munged"]:
             self._kill(name, signal.SIGTERM)
-        for step in steps:  # what is left of a job whose node or controller had been killed
-            for pid in [*descendants(step), step]:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        self._kill_steps(self.nodes)  # what is left of a job whose node or controller had been killed
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _describe(self) -> None:
-        if self.folder.exists():
-            self.down()
-        for name in ("state", "spool", "log", "munge"):
-            (self.folder / name).mkdir(parents=True, mode=0o755)
-        (self.folder / "db").mkdir(mode=0o700)
-        port = free_ports(self.n_nodes + 2)
-        values = {
-            "folder": self.folder,
-            "host": socket.gethostname().split(".")[0],
-            "port": port,
-            "accounting_port": port + 1,
-            "first_node": port + 2,
-            "last_node": port + 1 + self.n_nodes,
-            "n_nodes": self.n_nodes,
-            "cpus": self.cpus,
-            "memory": _memory_mib() * 8 // 10 // self.n_nodes,
-        }
-        (self.folder / "slurm.conf").write_text(CLUSTER_CONF.format(**values))
-        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        # Devices that are no GPUs, so that requests for GPUs can be granted and seen.
-        for index in range(8):
-            (self.folder / f"gpu{index}").touch()
-        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7]\n")
-        self._secret("slurmdbd.conf", ACCOUNTING_CONF.format(**values).encode())
-        self._secret("munge/key", secrets.token_bytes(128))
-
-    def _secret(self, name: str, content: bytes) -> None:
-        path = self.folder / name
-        path.touch(mode=0o600)
-        path.write_bytes(content)
 
     def _start(self, program: str, *arguments: str, stays: bool = False) -> None:
         """Starts a daemon. It must not inherit our output, or whoever reads that waits for its end."""
@@ -319,6 +222,15 @@ class Cluster:
         if self._pid(name) is not None:
             os.kill(pid, signal.SIGKILL)
         (self.folder / f"{name}.pid").unlink(missing_ok=True)
+
+    def _kill_steps(self, nodes: Sequence[str]) -> None:
+        """SIGKILL to all that runs on some nodes, stopped first: nobody is left to report another's end."""
+        steps = [step for node in nodes for step in self._steps(node)]
+        pids = [pid for step in steps for pid in [*descendants(step), step]]
+        for how in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, how)
 
     def _steps(self, node: str) -> list[int]:
         """The step daemons of this cluster on a node: they write to its log."""
@@ -358,60 +270,6 @@ def install() -> None:
         )
         if result.returncode and "install" in command:
             raise NoCluster(f"{' '.join(command)}: {result.stderr[-500:]}")
-
-
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    """Waits for a condition.
-
-    Raises:
-        NoCluster: It did not come true in time.
-    """
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise NoCluster(f"waited {seconds:.0f} s in vain for {what}")
-        time.sleep(0.1)
-
-
-def command_of(pid: int) -> str:
-    """A process's command line; empty for one that is gone, or a zombie."""
-    try:
-        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX":
-            return ""
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except (OSError, IndexError):
-        return ""
-
-
-def descendants(pid: int) -> list[int]:
-    """Ids of all processes below one, the lowest first."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError, IndexError):
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
-
-    def below(parent: int) -> list[int]:
-        return [found for child in children.get(parent, []) for found in [*below(child), child]]
-
-    return below(pid)
-
-
-def free_ports(n: int) -> int:
-    """The first of `n` ports in a row that nobody listens at."""
-    for _ in range(100):
-        first = random.randrange(20000, 32000)
-        with suppress(OSError), ExitStack() as stack:
-            for port in range(first, first + n):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
-    raise NoCluster(f"no {n} free ports in a row")
-
-
-def _memory_mib() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("MemTotal")) // 1024
 
 
 def main(arguments: Sequence[str]) -> int:

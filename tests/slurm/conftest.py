@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster, NoCluster
+from tests.slurm.cluster import Cluster
+from tests.slurm.processes import NoCluster
 
 
 @pytest.fixture(scope="session")

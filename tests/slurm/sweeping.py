@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.slurm.cluster import Cluster, NoCluster
+from tests.slurm.cluster import Cluster
+from tests.slurm.processes import NoCluster
 
 # Presets ask for more than a small machine has.
 SMALL = ("hydra/launcher=slurm", "hydra.launcher.cpus_per_task=1", "hydra.launcher.mem_gb=1")

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from kvmap.files import read_json
-from tests.slurm.cluster import Cluster, wait_until
+from tests.slurm.cluster import Cluster
+from tests.slurm.processes import wait_until
 from tests.slurm.sweeping import Sweep, record, wait_for_queue
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]

@@ -19,7 +19,7 @@ from kvmap.config import register, validate
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF, EXPERIMENTS = ROOT / "conf", ROOT / "experiments"
-FOLDERS = sorted(path.name for path in EXPERIMENTS.iterdir() if (path / "run.sh").is_file())
+FOLDERS = sorted(path.name for path in EXPERIMENTS.iterdir() if (path / "analyse.py").is_file())
 ON_THE_FAMILY = (
     "source_layers",
     "rope_strategy",
