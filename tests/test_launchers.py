@@ -254,7 +254,7 @@ def test_where_the_launching_process_is_killed_the_jobs_stop_in_order(tmp_path: 
             lambda: os.kill(os.getpid(), signal.SIGKILL),
             "ended by SIGKILL, as the system does when memory runs out",
         ),
-        (lambda: os.kill(os.getpid(), signal.SIGHUP), "ended by SIGHUP;"),
+        (lambda: os.kill(os.getpid(), signal.SIGVTALRM), "ended by SIGVTALRM;"),
         (lambda: sys.exit(EXIT_PREEMPTED), "told to stop"),
         (lambda: os._exit(7), "ended with status 7"),
     ],
