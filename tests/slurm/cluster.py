@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -274,7 +275,7 @@ def install() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """The command line: `up` or `down`, and the folder."""
-    folder = Path(arguments[1] if len(arguments) > 1 else "/tmp/kvmap-slurm")
+    folder = Path(arguments[1]) if len(arguments) > 1 else Path(tempfile.gettempdir()) / "kvmap-slurm"
     cluster = Cluster(folder)
     if arguments[:1] == ["down"]:
         cluster.down()
