@@ -114,3 +114,23 @@ def wait_for_queue(cluster: Cluster, seconds: float) -> None:
         if time.monotonic() > end:
             raise SweepFailed(f"jobs are left:\n{cluster.run('squeue', '-r')}\n{cluster.logs()}")
         time.sleep(0.3)
+
+
+def final_states(cluster: Cluster, job: str, seconds: float = 30) -> list[str]:
+    """The states in Slurm's accounting, which hears of an end later than the queue does.
+
+    Args:
+        cluster: Where.
+        job: An array, or a job of one such as `12_3`.
+        seconds: How long to wait for the last of them to end.
+
+    Returns:
+        One word a job, in the array's order; those still running after that time say so.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        lines = cluster.run("sacct", "-n", "-X", "-P", "-j", job, "-o", "State").splitlines()
+        states = [line.split()[0] for line in lines]
+        if (states and not {"PENDING", "RUNNING"} & set(states)) or time.monotonic() > end:
+            return states
+        time.sleep(0.3)

@@ -19,7 +19,7 @@ import pytest
 from kvmap.files import read_json
 from tests.slurm.cluster import Cluster
 from tests.slurm.processes import wait_until
-from tests.slurm.sweeping import Sweep, record, wait_for_queue
+from tests.slurm.sweeping import Sweep, final_states, record, wait_for_queue
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
@@ -120,8 +120,7 @@ def struck(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Struck
     result = Struck(outputs)
     for number, fault in enumerate(FAULTS):
         result.first[fault] = record(directory / str(number))
-        state = cluster.run("sacct", "-n", "-X", "-P", "-j", f"{array}_{number}", "-o", "State")
-        result.states[fault] = state.split()[0]
+        (result.states[fault],) = final_states(cluster, f"{array}_{number}")
     again = Sweep(cluster, outputs, "experiment=debug", *LENGTH, seeds)
     result.exit_status = again.wait(120)
     result.last = {fault: record(directory / str(number)) for number, fault in enumerate(FAULTS)}

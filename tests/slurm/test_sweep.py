@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.sweeping import Sweep, record, wait_for_queue
+from tests.slurm.sweeping import Sweep, final_states, record
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
 
@@ -33,9 +33,7 @@ def test_jobs_are_one_array_in_one_directory_and_one_that_fails_stops_no_other(
     assert {run["threads"]["OMP_NUM_THREADS"] for run in runs} == {"1"}
     # Slurm's own word, which is why it is not asked.
     array = runs[0]["slurm"]["array_job_id"]
-    wait_for_queue(cluster, 30)
-    states = cluster.run("sacct", "-n", "-X", "-j", array, "-o", "State").split()
-    assert states == ["COMPLETED"] * 3
+    assert final_states(cluster, array) == ["COMPLETED"] * 3
     logs = [*sweep.directory.glob(f".submitit/{array}_*/*_log.out")]
     assert len(logs) == 3
     again = Sweep(
