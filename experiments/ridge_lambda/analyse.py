@@ -5,48 +5,18 @@ python experiments/ridge_lambda/analyse.py SWEEP_DIRECTORY [SWEEP_DIRECTORY ...]
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from kvmap.studies.effects import pooled
-from kvmap.studies.plots import panels
-from kvmap.studies.runs import runs_table
-from kvmap.studies.summary import (
-    CARRIED,
-    OUTCOMES,
-    R2_KEY,
-    R2_VALUE,
-    RETENTION,
-    effects,
-    freeze,
-    settings_of_table,
-)
-
-HERE = Path(__file__).resolve().parent
-SETTINGS = ("mapper.ridge_lambda",)
-BASELINE = {"mapper.ridge_lambda": 0.01}
-"""The published penalty."""
-METRICS = (*OUTCOMES, R2_KEY, R2_VALUE)
-
-
-def main() -> None:
-    """Entry point."""
-    if not sys.argv[1:]:
-        sys.exit(__doc__)
-    table = runs_table(map(Path, sys.argv[1:]))
-    freeze(
-        HERE,
-        results=pooled(table, SETTINGS, METRICS),
-        effects=effects(table, settings_of_table(table, SETTINGS), BASELINE, METRICS),
-    )
-    panels(
-        table,
-        "mapper.ridge_lambda",
-        (RETENTION, CARRIED, R2_VALUE),
-        HERE / "figure.png",
-        label="ridge λ (the Gram matrix is not divided by the rows)",
-    )
-
+from kvmap.studies.one_setting import analyse, directories
+from kvmap.studies.summary import CARRIED, R2_KEY, R2_VALUE, RETENTION
 
 if __name__ == "__main__":
-    main()
+    analyse(
+        Path(__file__).resolve().parent,
+        directories(__doc__),
+        "mapper.ridge_lambda",
+        0.01,  # the published penalty
+        (RETENTION, CARRIED, R2_VALUE),
+        "ridge λ (the Gram matrix is not divided by the rows)",
+        measures=(R2_KEY, R2_VALUE),
+    )

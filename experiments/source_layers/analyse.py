@@ -5,12 +5,12 @@ python experiments/source_layers/analyse.py SWEEP_DIRECTORY [SWEEP_DIRECTORY ...
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pandas as pd
 
 from kvmap.studies.effects import pooled
+from kvmap.studies.one_setting import directories
 from kvmap.studies.plots import panels
 from kvmap.studies.runs import runs_table
 from kvmap.studies.summary import (
@@ -40,9 +40,7 @@ def rules(table: pd.DataFrame, k: int) -> pd.DataFrame:
 
 def main() -> None:
     """Entry point."""
-    if not sys.argv[1:]:
-        sys.exit(__doc__)
-    table = runs_table(map(Path, sys.argv[1:]))
+    table = runs_table(directories(__doc__))
     freeze(
         HERE,
         results=pooled(table, SETTINGS, METRICS),
