@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLUMN_WIDTH_INCHES = 3.4
+LEGEND_CHARACTERS = 56
+"""About what fits side by side; a line's mark takes the room of five."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's, told apart by eyes that do not see red from green."""
 
@@ -152,7 +154,9 @@ def panels(
         n_pairs = table[PAIR].nunique()
         axes[-1, 0].set_xlabel(f"{label}\nmean and 95 % interval over {n_pairs} ordered pairs")
         if by is not None:
-            handles = axes[0, 0].get_legend_handles_labels()
-            figure.legend(*handles, loc="outside upper center", frameon=False, ncols=min(len(lines), 4))
+            handles, labels = axes[0, 0].get_legend_handles_labels()
+            widths = [len(name) + 5 for name in labels]
+            columns = len(labels) if sum(widths) <= LEGEND_CHARACTERS else LEGEND_CHARACTERS // max(widths)
+            figure.legend(handles, labels, loc="outside upper center", frameon=False, ncols=max(columns, 1))
         figure.savefig(file, dpi=300)
         plt.close(figure)
