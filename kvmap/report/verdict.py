@@ -110,21 +110,21 @@ def _language_verdict(found: Found, task: str, arm: str) -> str:
     return judged(number(difference.get("low")), number(difference.get("high")), more_is_better=False)
 
 
-def _references(found: Found, task: str, metric: str) -> str:
+def _beside_references(found: Found, task: str, metric: str, label: str) -> str:
+    """What the metric is of the mapped cache, and of each reference."""
     write = fraction if metric != "perplexity" else three_digits
     parts = [
         f"{name} {with_error(row, write)}"
         for arm, name in REFERENCES.items()
         if (row := found.row(task, arm, metric)) is not None
     ]
-    return ", ".join(parts)
+    said = f"{label}: mapped {with_error(found.row(task, 'mapped', metric), write)}"
+    return f"{said}; {', '.join(parts)}" if parts else said
 
 
 def _accuracy_line(found: Found, task: str) -> str:
-    mapped = with_error(found.row(task, "mapped", "accuracy"), fraction)
-    said = f"Accuracy, {spoken(task)} (n = {found.counted(task, 'accuracy')}): mapped {mapped}"
-    if references := _references(found, task, "accuracy"):
-        said += f"; {references}"
+    label = f"Accuracy, {spoken(task)} (n = {found.counted(task, 'accuracy')})"
+    said = _beside_references(found, task, "accuracy", label)
     if kept := found.row(task, "mapped", "retention"):
         said += f". It keeps {with_interval(kept, fraction)} of the target's accuracy"
     if lead := found.row(task, "mapped", "accuracy_minus_source"):
@@ -135,11 +135,8 @@ def _accuracy_line(found: Found, task: str) -> str:
 
 
 def _language_line(found: Found, task: str) -> str:
-    count = found.counted(task, "nll_nats")
-    mapped = with_error(found.row(task, "mapped", "perplexity"), three_digits)
-    said = f"Perplexity (n = {count} sequences): mapped {mapped}"
-    if references := _references(found, task, "perplexity"):
-        said += f"; {references}"
+    label = f"Perplexity (n = {found.counted(task, 'nll_nats')} sequences)"
+    said = _beside_references(found, task, "perplexity", label)
     if carried := found.row(task, "mapped", "context_carried"):
         said += f". It carries {with_interval(carried, fraction)} of what the context is worth"
     if lead := found.row(task, "mapped", "nll_minus_source_nats"):
@@ -148,10 +145,8 @@ def _language_line(found: Found, task: str) -> str:
 
 
 def _conversation_line(found: Found, task: str) -> str:
-    mapped = with_error(found.row(task, "mapped", "f1"), fraction)
-    said = f"F1, {spoken(task)} (n = {found.counted(task, 'f1')}): mapped {mapped}"
-    if references := _references(found, task, "f1"):
-        said += f"; {references}"
+    label = f"F1, {spoken(task)} (n = {found.counted(task, 'f1')})"
+    said = _beside_references(found, task, "f1", label)
     if slope := found.row(task, "mapped", "drift_slope_points_per_turn"):
         said += f". It falls behind by {with_interval(slope, three_digits)} points a turn"
     return f"{said}."
