@@ -15,6 +15,9 @@ os.environ["MPLBACKEND"] = "Agg"
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton, which looks once
+
 torch.set_num_threads(1)
 
 

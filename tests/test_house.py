@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "zoo": BASE | {"zoo"},
     "data": BASE | {"data", "zoo"},
     "models": MODELS,
-    "kernels": BASE | {"kernels"},
+    "kernels": MODELS | {"kernels"},
     "fit": FIT,
     "mappers": FIT | {"mappers"},
     "transfer": TRANSFER,

@@ -144,5 +144,3 @@ def _check(
                 f"native_head={options.native_head}, or nothing is mapped, and no more than {most}, which is "
                 f"what the models take"
             )
-        for geometry in (pair.source_geometry, pair.target_geometry):
-            geometry.check_length(length)

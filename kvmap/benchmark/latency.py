@@ -1,44 +1,71 @@
-"""Map or read again: time, bytes and break-even, measured side by side on this machine's device."""
+"""Map or read again: every arm of a hand-off timed side by side on this machine's device.
+
+    python -m kvmap.benchmark.latency --source A --target B
+
+measures two models and prints one JSON object on its last line (`kvmap.benchmark.command`).
+"""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
-from functools import partial
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
-from kvmap.errors import KvmapError
+from kvmap.benchmark.case import Case, LatencySettings, check_lengths
+from kvmap.benchmark.links import break_even, network_rows, ratio_rows, transport_ms, transport_rows
+from kvmap.benchmark.mapping import BY_LAYER, MAPPING_PATHS
+from kvmap.benchmark.mapping import Mapping as PreparedMapping
+from kvmap.benchmark.random_models import Depth
+from kvmap.benchmark.roofline import Roofline
+from kvmap.benchmark.timing import (
+    Call,
+    Row,
+    in_turn,
+    peak_bytes,
+    percentiles,
+    setting,
+    time_interleaved,
+)
+from kvmap.benchmark.work import Work
+from kvmap.errors import UnknownName
+from kvmap.kernels.map_cache import KernelError
 from kvmap.mappers import Mapper
 from kvmap.metrics import Metric
-from kvmap.models.cache import KVCache
-from kvmap.models.capture import forward, prefill
-from kvmap.models.pair import LoadedModel, ModelPair
+from kvmap.models.pair import ModelPair
 from kvmap.progress import track
-from kvmap.transfer import TransferOptions, transfer
+from kvmap.transfer import TransferOptions
 
-Row: TypeAlias = dict[str, Any]
+__all__ = [
+    "ARMS",
+    "LatencySettings",
+    "break_even",
+    "latency_metrics",
+    "latency_rows",
+    "network_rows",
+    "path_rows",
+    "ratio_rows",
+    "time_interleaved",
+    "transport_rows",
+]
+
 Progress: TypeAlias = Callable[[Iterable[Any], int | None, str], Iterable[Any]]
 
-ARMS = ("source_prefill", "map", "re_prefill", "first_token")
-LINK_GBIT_PER_S = (10, 25, 50, 100, 400)
+ARMS = ("source_prefill", "map", "hand_off", "re_prefill", "first_token", "transport")
+_SIDE = {"source_prefill": "source", "transport": "source"}
+"""Whose layers an arm's time grows with; the target's where nothing is said."""
 
 
 def latency_rows(
     pair: ModelPair,
     mapper: Mapper,
     lengths: Sequence[int],
+    settings: LatencySettings | None = None,
     *,
-    batch_size: int = 1,
-    repeats: int = 10,
-    warmup: int = 2,
     options: TransferOptions | None = None,
-    seed: int = 0,
+    roofline: Roofline | None = None,
+    depths: Mapping[str, Depth] | None = None,
     progress: Progress = track,
 ) -> list[Row]:
     """Times every arm at every length.
@@ -46,161 +73,117 @@ def latency_rows(
     | arm | from | to |
     |---|---|---|
     | `source_prefill` | token ids | the source's cache |
-    | `map` | the source's cache | the target's, its own head and held-back tokens run, first logits had |
+    | `map` | the source's cache | the target's, all columns, by the map alone |
+    | `hand_off` | the source's cache | the target's, its head and held-back tokens run, first logits had |
     | `re_prefill` | token ids | the target's own cache (without logits: this favours re-prefill) |
     | `first_token` | the mapped cache and one token | the next logits |
+    | `transport` | the source's cache elsewhere | the source's cache here |
 
-    Warm, a hand-off costs `map`; cold, `source_prefill` + `map`. Arms take turns within each repeat, each
-    repeat starting with another, so that whatever else the machine does falls on all alike.
+    Warm, the first logits cost `hand_off`; cold, `source_prefill` besides. Transport is the copy from the
+    host's pinned memory where the target is on a CUDA device, and otherwise computed for a link. Arms take
+    turns within each repeat, each repeat starting with another.
 
     Args:
         pair: both models, in memory together.
         mapper: of this pair, moved to the target's device.
         lengths: context tokens.
-        batch_size: contexts at a time.
-        repeats: timed runs of each arm and length.
-        warmup: runs before them that are not timed.
+        settings: how it is timed.
         options: how a cache is transferred.
-        seed: of the token ids, which are random.
+        roofline: of this device and dtype; adds what share of it each arm reached.
+        depths: of models that were shortened, by side: `whole_p50_ms` is then scaled to all layers.
         progress: wraps the loop over lengths.
 
     Returns:
-        Rows {length, arm, p20_ms, p50_ms, p80_ms, bytes_moved, source_bytes, mapped_bytes, batch_size,
-        n_repeats, device, dtype, threads}. `bytes_moved` is the least memory traffic the arm can do with:
-        weights and caches read once, caches written once. Where the mapper has native layers, `map` reads
-        their weights twice: they are done before the mapper, the held-back tokens come after it.
+        Rows {length, arm, how, p20_ms, p50_ms, p80_ms, whole_p50_ms, flops, bytes_moved, roofline_ms,
+        roofline_share, peak_bytes, source_bytes, mapped_bytes, path, buffers, batch_size, n_repeats, device,
+        dtype, threads}. `how` is measured, computed or "scaled from n of m layers" (`whole_p50_ms` and the
+        bytes of both caches are, all else is of the layers that were run). `flops` and `bytes_moved`: see
+        `kvmap.benchmark.work`; `peak_bytes`: see `kvmap.benchmark.timing.peak_bytes`.
 
     Raises:
-        KvmapError: repeats, warm-up or batch size out of range, or a length with nothing to map or too long.
+        KvmapError: a length with nothing to map or too long.
     """
-    options = options or TransferOptions()
-    _check(pair, lengths, batch_size, repeats, warmup, options)
-    source, target = pair.source, pair.target
-    mapper = mapper.to(target.device)
+    settings, options = settings or LatencySettings(), options or TransferOptions()
+    check_lengths(pair, lengths, options)
+    mapper = mapper.to(pair.target.device)
     rows: list[Row] = []
     for length in progress(lengths, len(lengths), "benchmark latency"):
-        ids = _random_ids(pair, batch_size, length, seed)
-        source_kv = prefill(source, ids)
-        mapped_kv = _transfer(source_kv, mapper, target, ids, options)
-        calls: dict[str, Callable[[], object]] = {
-            "source_prefill": partial(prefill, source, ids),
-            "map": partial(_transfer, source_kv, mapper, target, ids, options),
-            "re_prefill": partial(prefill, target, ids),
-            "first_token": partial(forward, target, ids[:, -1:], mapped_kv),
-        }
-        seconds = time_interleaved(calls, repeats, warmup, (source.device, target.device))
-        moved = _bytes_moved(source, target, mapper, source_kv, mapped_kv)
+        case = Case.prepare(pair, mapper, length, settings, options)
+        calls = case.calls()
+        devices = (pair.source.device, pair.target.device)
+        seconds = time_interleaved(calls, settings.repeats, settings.warmup, devices)
+        work = case.work()
         for arm in ARMS:
-            rows.append(
-                {
-                    "length": length,
-                    "arm": arm,
-                    **_percentiles(seconds[arm]),
-                    "bytes_moved": moved[arm],
-                    "source_bytes": source_kv.nbytes,
-                    "mapped_bytes": mapped_kv.nbytes,
-                    "batch_size": batch_size,
-                    **_setting(target, repeats),
-                }
-            )
+            taken = seconds.get(arm, [transport_ms(case.source_bytes, settings.link_gbit_per_s) / 1e3])
+            row: Row = {"length": length, "arm": arm, "how": "measured", **percentiles(taken)}
+            if arm not in calls:
+                row["how"] = f"computed for {settings.link_gbit_per_s:g} Gb/s"
+            row["whole_p50_ms"] = row["p50_ms"]
+            row |= _against(work[arm], taken, roofline if arm in calls else None)
+            peak = settings.memory and arm in calls
+            row["peak_bytes"] = peak_bytes(calls[arm], pair.target.device) if peak else None
+            row |= {"source_bytes": case.source_bytes, "mapped_bytes": case.mapped_bytes}
+            row |= {"path": case.path, "buffers": len(case.ids), "batch_size": settings.batch_size}
+            row |= setting(pair.target.device, pair.target.dtype, settings.repeats)
+            rows.append(row if depths is None else _scaled(row, depths))
     return rows
 
 
-def time_interleaved(
-    calls: dict[str, Callable[[], object]],
-    repeats: int,
-    warmup: int,
-    devices: Iterable[torch.device] = (),
-) -> dict[str, list[float]]:
-    """Seconds of every call, the calls taking turns; CUDA devices are synchronised before and after each."""
-    cuda = {device for device in devices if device.type == "cuda"}
+def path_rows(
+    pair: ModelPair,
+    mapper: Mapper,
+    lengths: Sequence[int],
+    paths: Sequence[str],
+    settings: LatencySettings | None = None,
+    *,
+    roofline: Roofline | None = None,
+    progress: Progress = track,
+) -> list[Row]:
+    """Times mapping alone by every path, the paths taking turns.
 
-    def wait() -> None:
-        for device in cuda:
-            torch.cuda.synchronize(device)
-
-    names = list(calls)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(warmup + repeats):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            wait()
-            start = time.perf_counter()
-            result = calls[name]()
-            wait()
-            elapsed = time.perf_counter() - start
-            del result
-            if turn >= warmup:
-                seconds[name].append(elapsed)
-    return seconds
-
-
-def transport_rows(rows: Iterable[Row], gbit_per_s: Sequence[float] = LINK_GBIT_PER_S) -> list[Row]:
-    """How long each cache takes over a link of so many 10⁹ bits a second, at full rate and without latency.
+    Args:
+        pair, mapper, lengths, settings, roofline, progress: as of `latency_rows`.
+        paths: of `MAPPING_PATHS`.
 
     Returns:
-        Rows {length, cache, bytes, gbit_per_s, transport_ms}; `cache` is `source` (mapped where it arrives)
-        or `mapped` (mapped where it was read).
+        Rows {length, path, note, p20_ms, p50_ms, p80_ms, times_per_head, flops, bytes_moved, roofline_ms,
+        roofline_share, peak_bytes, buffers, batch_size, n_repeats, device, dtype, threads}.
+        `times_per_head`: the median over turns of the loop over heads over this path, where both are timed.
+        A path that cannot serve has its reason in `note`, and no times. A mapper that is no table of weights
+        has one row, `by_layer`.
+
+    Raises:
+        KvmapError: a length out of range, or another path.
     """
-    sizes = {row["length"]: (row["source_bytes"], row["mapped_bytes"]) for row in rows}
-    return [
-        {
-            "length": length,
-            "cache": cache,
-            "bytes": n_bytes,
-            "gbit_per_s": rate,
-            "transport_ms": n_bytes * 8 / (rate * 1e9) * 1e3,
-        }
-        for length, pair_of_sizes in sizes.items()
-        for cache, n_bytes in zip(("source", "mapped"), pair_of_sizes, strict=True)
-        for rate in gbit_per_s
-    ]
-
-
-def ratio_rows(rows: Iterable[Row]) -> list[Row]:
-    """How many times faster a hand-off is than reading again, medians of one run.
-
-    Returns:
-        Rows {length, warm_ratio, cold_ratio}: re_prefill / map, and re_prefill / (source_prefill + map).
-    """
-    medians: dict[int, dict[str, float]] = {}
-    for row in rows:
-        medians.setdefault(row["length"], {})[row["arm"]] = row["p50_ms"]
-    return [
-        {
-            "length": length,
-            "warm_ratio": arms["re_prefill"] / arms["map"],
-            "cold_ratio": arms["re_prefill"] / (arms["source_prefill"] + arms["map"]),
-        }
-        for length, arms in sorted(medians.items())
-    ]
-
-
-def break_even(rows: Iterable[Row]) -> dict[str, Any]:
-    """The context length from which a hand-off pays, warm and cold.
-
-    Returns:
-        {warm_length, cold_length, note}: the shortest measured length from which on every measured one is
-        faster handed over; None where none is. The note says it in a sentence.
-    """
-    ratios = ratio_rows(rows)
-    lengths = {case: _pays_from(ratios, f"{case}_ratio") for case in ("warm", "cold")}
-    measured = f"{ratios[0]['length']} to {ratios[-1]['length']} tokens" if ratios else "nothing"
-    said = ", ".join(
-        f"{case} {'never' if length is None else f'from {length} tokens on'}"
-        for case, length in lengths.items()
-    )
-    return {
-        "warm_length": lengths["warm"],
-        "cold_length": lengths["cold"],
-        "note": f"a hand-off is faster than re-prefill: {said} (measured: {measured})",
-    }
+    settings = settings or LatencySettings()
+    for path in paths:
+        if path not in MAPPING_PATHS:
+            raise UnknownName("mapping path", path, MAPPING_PATHS)
+    options = TransferOptions()
+    check_lengths(pair, lengths, options)
+    mapper = mapper.to(pair.target.device)
+    rows: list[Row] = []
+    for length in progress(lengths, len(lengths), "benchmark paths"):
+        case = Case.prepare(pair, mapper, length, settings, options, hand_off=False)
+        asked = list(paths) if mapper.cache_map() is not None else [BY_LAYER]
+        calls, notes = _serving(case.mappings, asked)
+        devices = (pair.target.device,)
+        seconds = time_interleaved(calls, settings.repeats, settings.warmup, devices) if calls else {}
+        for path in asked:
+            row: Row = {"length": length, "path": path, "note": notes.get(path)}
+            if path in seconds:
+                row |= percentiles(seconds[path]) | _against(case.work()["map"], seconds[path], roofline)
+                row["peak_bytes"] = peak_bytes(calls[path], pair.target.device) if settings.memory else None
+                row["times_per_head"] = _times(seconds, "per_head", path)
+            row |= {"buffers": len(case.ids), "batch_size": settings.batch_size}
+            rows.append(row | setting(pair.target.device, pair.target.dtype, settings.repeats))
+    return rows
 
 
 def latency_metrics(rows: Sequence[Row]) -> dict[str, Metric]:
     """Medians by `benchmark/<length>/<arm>/p50_ms`, ratios, and bytes of both caches by length."""
     metrics = {
-        f"benchmark/{row['length']}/{row['arm']}/p50_ms": Metric(row["p50_ms"], n=row["n_repeats"])
+        f"benchmark/{row['length']}/{row['arm']}/p50_ms": Metric(row["whole_p50_ms"], n=row["n_repeats"])
         for row in rows
     }
     for row in rows:
@@ -208,105 +191,57 @@ def latency_metrics(rows: Sequence[Row]) -> dict[str, Metric]:
             metrics[f"benchmark/{row['length']}/source_prefill/cache_bytes"] = Metric(row["source_bytes"])
             metrics[f"benchmark/{row['length']}/map/cache_bytes"] = Metric(row["mapped_bytes"])
     for row in ratio_rows(rows):
-        for case in ("warm", "cold"):
-            metrics[f"benchmark/{row['length']}/map/{case}_ratio"] = Metric(row[f"{case}_ratio"])
+        for arm, case in (("map", "map"), ("hand_off", "warm"), ("hand_off", "cold")):
+            metrics[f"benchmark/{row['length']}/{arm}/{case}_ratio"] = Metric(row[f"{case}_ratio"])
     return metrics
 
 
-def _check(
-    pair: ModelPair,
-    lengths: Sequence[int],
-    batch_size: int,
-    repeats: int,
-    warmup: int,
-    options: TransferOptions,
-) -> None:
-    if batch_size < 1 or repeats < 1 or warmup < 0:
-        raise KvmapError(
-            f"batch_size={batch_size}, repeats={repeats}, warmup={warmup}: expected at least 1, 1 and 0"
-        )
-    shortest = options.hold_back + options.native_head + 1
-    for length in lengths:
-        if length < shortest:
-            raise KvmapError(
-                f"length {length}: expected at least {shortest} tokens, or nothing is left to map with "
-                f"hold_back={options.hold_back} and native_head={options.native_head}"
-            )
-        for side, geometry in (("source", pair.source_geometry), ("target", pair.target_geometry)):
-            geometry.check_length(length + 1)
-            if length + 1 > geometry.max_positions:
-                raise KvmapError(
-                    f"length {length} and one token more: the {side} takes {geometry.max_positions}; "
-                    "shorten it"
-                )
+def _serving(
+    mappings: Sequence[PreparedMapping], paths: Sequence[str]
+) -> tuple[dict[str, Call], dict[str, str]]:
+    """The paths that can serve, and why the others cannot."""
+    calls: dict[str, Call] = {}
+    notes: dict[str, str] = {}
+    for path in paths:
+        call = in_turn([mapping.call(path) for mapping in mappings])
+        try:
+            call()
+        except KernelError as error:
+            notes[path] = str(error)
+        else:
+            calls[path] = call
+    return calls, notes
 
 
-def _random_ids(pair: ModelPair, batch_size: int, length: int, seed: int) -> Tensor:
-    vocabulary = min(pair.source_geometry.vocab_size, pair.target_geometry.vocab_size)
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocabulary, (batch_size, length), generator=generator)
+def _against(work: Work, seconds: Sequence[float], roofline: Roofline | None) -> Row:
+    row: Row = {"flops": work.flops, "bytes_moved": work.n_bytes, "roofline_ms": None, "roofline_share": None}
+    if roofline is not None:
+        row["roofline_ms"] = roofline.seconds(work.flops, work.n_bytes) * 1e3
+        row["roofline_share"] = roofline.share(work.flops, work.n_bytes, float(np.median(seconds)))
+    return row
 
 
-def _transfer(
-    source_kv: KVCache, mapper: Mapper, target: LoadedModel, ids: Tensor, options: TransferOptions
-) -> KVCache:
-    return transfer(
-        source_kv,
-        mapper,
-        target,
-        ids,
-        **asdict(options),
-    ).kv
+def _times(seconds: Mapping[str, Sequence[float]], slow: str, fast: str) -> float | None:
+    """By turns, so that what slows a whole turn down cancels."""
+    if slow not in seconds:
+        return None
+    return float(np.median(np.asarray(seconds[slow]) / np.asarray(seconds[fast])))
 
 
-def _bytes_moved(
-    source: LoadedModel, target: LoadedModel, mapper: Mapper, source_kv: KVCache, mapped_kv: KVCache
-) -> dict[str, int]:
-    source_weights, target_weights = _weight_bytes(source.model), _weight_bytes(target.model)
-    native_weights = _native_layer_bytes(target, mapper.native_layers)
-    return {
-        "source_prefill": source_weights + source_kv.nbytes,
-        "map": source_kv.nbytes + mapper.nbytes + mapped_kv.nbytes + target_weights + native_weights,
-        "re_prefill": target_weights + mapped_kv.nbytes,
-        "first_token": target_weights + mapped_kv.nbytes,
+def _scaled(row: Row, depths: Mapping[str, Depth]) -> Row:
+    """A row of shortened models, with its median and the bytes of both caches for all layers."""
+    depth = depths[_SIDE.get(row["arm"], "target")]
+    if all(found.run == found.whole for found in depths.values()):
+        return row
+    bytes_of = {
+        f"{name}_bytes": round(row[f"{name}_bytes"] * depths[side].scale)
+        for name, side in (("source", "source"), ("mapped", "target"))
     }
+    how = f"{row['how']}, scaled from {depth.run} of {depth.whole} layers"
+    return row | bytes_of | {"how": how, "whole_p50_ms": row["p50_ms"] * depth.scale}
 
 
-def _weight_bytes(module: nn.Module) -> int:
-    return sum(weight.numel() * weight.element_size() for weight in module.parameters())
+if __name__ == "__main__":
+    from kvmap.benchmark.command import main
 
-
-def _native_layer_bytes(target: LoadedModel, native_layers: int) -> int:
-    """Weights of native_layers − 1 whole layers, and of the next those that make its keys and values."""
-    if native_layers == 0:
-        return 0
-    layers: Any = target.body.layers
-    whole = sum(_weight_bytes(layer) for layer in layers[: native_layers - 1])
-    last = target.geometry.layers[native_layers - 1]
-    projected = 2 * last.n_kv_heads * last.head_dim * target.geometry.hidden_size
-    return whole + projected * target.dtype.itemsize
-
-
-def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    low, middle, high = np.percentile(np.asarray(seconds) * 1e3, [20, 50, 80])
-    return {"p20_ms": float(low), "p50_ms": float(middle), "p80_ms": float(high)}
-
-
-def _setting(target: LoadedModel, repeats: int) -> Row:
-    device = target.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {
-        "n_repeats": repeats,
-        "device": name,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _pays_from(ratios: Sequence[Row], case: str) -> int | None:
-    found = None
-    for row in reversed(ratios):
-        if not row[case] > 1 or math.isnan(row[case]):
-            break
-        found = row["length"]
-    return found
+    sys.exit(main())

@@ -8,6 +8,7 @@ from typing import Any
 
 STAGES = ("plan", "calibrate", "fit", "diagnose", "evaluate", "benchmark", "report")
 DIRECTIONS = ("up", "down")
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "disk")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAPPER_KINDS = ("linear", "mlp", "identity", "bias_only", "raw", "random")
 SUPPORTS = ("full_head", "head_local", "banded")
@@ -21,6 +22,8 @@ MOMENTS_MODES = ("auto", "full", "head_local", "selected")
 OUTLIER_POLICIES = ("keep", "drop", "separate")
 SELECTION_RULES = ("r2", "forward", "cosine", "proportional", "all")
 ROPE_STRATEGIES = ("strip", "coupled", "no_rerotate")
+ALIGNMENTS = ("refuse", "spans")
+ALIGNMENT_RULES = ("last", "ended", "mean")
 TEXT_KINDS = ("world", "jsonl", "text", "hf")
 PACKINGS = ("document", "packed")
 ARMS = ("target", "source", "mapped", "bias_only", "raw", "random", "own_keys", "own_values", "no_context")
@@ -32,6 +35,9 @@ WORLD_KINDS = ("where", "colour", "holder", "two_hop", "moved", "count")
 NEEDLE_KINDS = ("where", "colour", "holder")
 CONVERSATION_MODES = ("every_turn", "at_turn")
 FEEDS = ("generated", "gold")
+MAPPING_PATHS = ("auto", "reference", "batched", "triton", "per_head", "per_head_stripped")
+MAP_CACHE_PATHS = ("auto", "reference", "batched", "triton")
+MOMENTS_PATHS = ("auto", "torch", "triton")
 TRACKING_BACKENDS = ("wandb", "wandb_online", "tensorboard", "none")
 
 
@@ -53,18 +59,22 @@ class ModelConfig:
     gguf_file: str | None = None
     dtype: str = "auto"
     device: str = "auto"
-    device_map: str | None = None
+    device_map: Any = None
+    max_memory: Any = None
+    offload_folder: str | None = None
     attn_implementation: str | None = "sdpa"
     geometry: GeometryFacts = field(default_factory=GeometryFacts)
 
 
 @dataclass
 class PairConfig:
-    """Source and target, as read with `direction=up`."""
+    """Source and target, as read with `direction=up`, and what becomes of two tokenizers that differ."""
 
     name: str = "???"
     source: ModelConfig = field(default_factory=ModelConfig)
     target: ModelConfig = field(default_factory=ModelConfig)
+    alignment: str = "refuse"
+    alignment_rule: str = "last"
 
 
 @dataclass
@@ -181,6 +191,8 @@ class CalibrationConfig:
     held_out_share: float = 0.2
     batch_size: int = 8
     sequential: bool = False
+    max_spill_gib: float | None = None
+    layerwise: Any = "auto"
     product_dtype: str = "float64"
     mode: str = "auto"
     regressors: str = "own_kind"
@@ -357,12 +369,19 @@ class EvaluationConfig:
 
 @dataclass
 class BenchmarkConfig:
-    """Latency of mapping against re-prefill."""
+    """Latency of mapping against re-prefill; `paths: []` compares none."""
 
     lengths: list[int] = field(default_factory=lambda: [64, 256, 1024])
     batch_size: int = 1
     repeats: int = 10
     warmup: int = 2
+    buffers: int = 3
+    paths: list[str] = field(default_factory=lambda: ["auto"])
+    link_gbit_per_s: float = 100.0
+    memory: bool = True
+    random_weights: bool = False
+    random_mapper: bool = False
+    max_layers: int | None = None
     seed: int = 0
 
 
@@ -375,6 +394,15 @@ class TrackingConfig:
     entity: str | None = None
     group: str | None = None
     finish_timeout_s: float = 30.0
+
+
+@dataclass
+class KernelsConfig:
+    """How operations are carried out; no result depends on it."""
+
+    map_cache: str = "auto"
+    chunk_tokens: int = 2048
+    moments: str = "auto"
 
 
 @dataclass
@@ -406,3 +434,4 @@ class Config:
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)

@@ -6,18 +6,23 @@ import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from kvmap.config.alignment_rules import alignment_mistakes
+from kvmap.config.benchmark_rules import benchmark_mistakes
 from kvmap.config.diagnostics_rules import diagnostics_mistakes
 from kvmap.config.evaluation_rules import evaluation_mistakes
 from kvmap.config.judging import unknown_name
 from kvmap.config.mapper_rules import mapper_mistakes
+from kvmap.config.placement_rules import placement_mistakes
 from kvmap.config.schema import (
     ARMS,
     COMPRESSIONS,
     DIRECTIONS,
     DTYPES,
+    MAP_CACHE_PATHS,
     MAPPER_KINDS,
     MLP_FORMS,
     MOMENTS_MODES,
+    MOMENTS_PATHS,
     OUTLIER_POLICIES,
     PACKINGS,
     PENALTIES,
@@ -57,8 +62,11 @@ def validate(cfg: Config) -> list[str]:
         *_names(cfg),
         *mapper_mistakes(cfg),
         *_calibration(cfg),
+        *placement_mistakes(cfg),
         *_texts(cfg),
         *_hand_back(cfg),
+        *alignment_mistakes(cfg),
+        *benchmark_mistakes(cfg),
         *diagnostics_mistakes(cfg),
         *evaluation_mistakes(cfg),
     ]
@@ -91,6 +99,8 @@ def _choices(cfg: Config) -> Iterator[str]:
         "calibration.product_dtype": (cfg.calibration.product_dtype, ("float64", "float32")),
         "evaluation.perplexity.packing": (cfg.evaluation.perplexity.packing, PACKINGS),
         "tracking.backend": (cfg.tracking.backend, TRACKING_BACKENDS),
+        "kernels.map_cache": (cfg.kernels.map_cache, MAP_CACHE_PATHS),
+        "kernels.moments": (cfg.kernels.moments, MOMENTS_PATHS),
         "pair.source.dtype": (cfg.pair.source.dtype, DTYPES),
         "pair.target.dtype": (cfg.pair.target.dtype, DTYPES),
     }
@@ -114,7 +124,7 @@ def _choices(cfg: Config) -> Iterator[str]:
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
-    calibration, evaluation, benchmark, mapper = cfg.calibration, cfg.evaluation, cfg.benchmark, cfg.mapper
+    calibration, evaluation, mapper = cfg.calibration, cfg.evaluation, cfg.mapper
     at_least: dict[str, tuple[float | None, float]] = {
         "mapper.native_layers": (mapper.native_layers, 0),
         "mapper.mlp.epochs": (mapper.mlp.epochs, 1),
@@ -150,11 +160,9 @@ def _ranges(cfg: Config) -> Iterator[str]:
         "evaluation.max_tokens": (evaluation.max_tokens, 2),
         "evaluation.max_new_tokens": (evaluation.max_new_tokens, 1),
         "evaluation.bootstrap_samples": (evaluation.bootstrap_samples, 1),
-        "benchmark.batch_size": (benchmark.batch_size, 1),
-        "benchmark.repeats": (benchmark.repeats, 1),
-        "benchmark.warmup": (benchmark.warmup, 0),
         "tracking.finish_timeout_s": (cfg.tracking.finish_timeout_s, 0),
         "threads": (cfg.threads, 1),
+        "kernels.chunk_tokens": (cfg.kernels.chunk_tokens, 1),
     }
     for key, (value, low) in at_least.items():
         if value is not None and not (value >= low and math.isfinite(value)):
@@ -164,8 +172,6 @@ def _ranges(cfg: Config) -> Iterator[str]:
             f"calibration.held_out_share={calibration.held_out_share}: expected a share between 0 and 1, "
             "both excluded; 0.2 holds out a fifth of the sequences"
         )
-    if not benchmark.lengths:
-        yield f"benchmark.lengths={list(benchmark.lengths)}: expected at least one length"
     yield from _nothing_mapped(cfg)
     native_head = cfg.transfer.native_head if calibration.native_head is None else calibration.native_head
     if native_head >= calibration.sequence_length > 1:

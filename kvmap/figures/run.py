@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
 LATENCY_STYLES = {
     "re_prefill": ("#0072B2", "s", "re-prefill"),
+    "hand_off": ("#E69F00", "P", "hand-off"),
     "map": ("#D55E00", "o", "map"),
     "source_prefill": ("#56B4E9", "^", "source prefill"),
     "first_token": ("#999999", "D", "first token"),
+    "transport": ("#CC79A7", "v", "transport"),
 }
 
 

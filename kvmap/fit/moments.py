@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from kvmap.errors import KvmapError
+from kvmap.kernels.second_moments import Rows, Sums, add_second_moments
+from kvmap.kernels.settings import current
 
 PRODUCT_DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
@@ -108,32 +110,15 @@ class Moments:
         Raises:
             MomentsError: shapes that disagree, a negative weight, or a value that is not finite.
         """
-        x, y, w = self._checked(x, y, weights)
-        if w is not None:
-            x, y, w = x[w > 0], y[w > 0], w[w > 0]
-        n_rows = x.shape[0]
-        if n_rows == 0:
-            return self
-        # copies of our own, centred and weighted in place: rows are the largest thing beside the tables
-        x, y = (rows.to(torch.float64, copy=True) for rows in (x, y))
-        if w is None:
-            weight, mean_x, mean_y = float(n_rows), x.mean(0), y.mean(0)
-        else:
-            weight = float(w.sum())
-            mean_x, mean_y = w @ x / weight, w @ y / weight
-        if not bool(torch.isfinite(mean_x).all() and torch.isfinite(mean_y).all()):
-            raise _not_finite(x, y)
-        x.sub_(mean_x)
-        y.sub_(mean_y)
-        if w is not None:
-            root = w.sqrt().unsqueeze(1)
-            x.mul_(root)
-            y.mul_(root)
-        self.s_yy += torch.linalg.vector_norm(y, dim=0).square()
-        x = x.to(product_dtype)  # one after the other: the wider copy goes as soon as it is read
-        y = y.to(product_dtype)
-        self._add_products(x, y)
-        self._shift_means(n_rows, weight, mean_x, mean_y)
+        rows = self._checked(x, y, weights)
+        sums = Sums(self._s_xx, self.s_xy, self.s_yy, _BLOCK_FEATURES)
+        means = add_second_moments(rows, sums, product_dtype=product_dtype, path=current().moments)
+        if not means.finite:
+            counted = rows.counted()
+            raise _not_finite(counted.x, counted.y)
+        if means.n_rows > 0:
+            self._mirrored = self.n_features <= _BLOCK_FEATURES
+            self._shift_means(*means)
         return self
 
     def merge(self, other: Moments) -> Moments:
@@ -185,7 +170,7 @@ class Moments:
         """The five tensors by name."""
         return {name: getattr(self, name) for name in _TENSOR_FIELDS}
 
-    def _checked(self, x: Tensor, y: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _checked(self, x: Tensor, y: Tensor, weights: Tensor | None) -> Rows:
         n = x.shape[0]
         if x.shape != (n, self.n_features) or y.shape != (n, self.n_targets):
             raise MomentsError(
@@ -195,7 +180,7 @@ class Moments:
         device = self.mean_x.device
         x, y = x.to(device), y.to(device)
         if weights is None:
-            return x, y, None
+            return Rows(x, y)
         if weights.shape != (n,):
             raise MomentsError(
                 f"weights have shape {tuple(weights.shape)}; expected ({n},), one for each row"
@@ -203,22 +188,7 @@ class Moments:
         w = weights.to(device, torch.float64)
         if not bool(torch.isfinite(w).all()) or bool((w < 0).any()):
             raise MomentsError("row weights must be finite and at least 0")
-        return x, y, w
-
-    def _add_products(self, x: Tensor, y: Tensor) -> None:
-        """Add XᵀX, of which only blocks on and above the diagonal, and XᵀY.
-
-        By blocks of features: half of the work on XᵀX is saved, and a float32 product needs no second table.
-        """
-        self._mirrored = self.n_features <= _BLOCK_FEATURES
-        for start in range(0, self.n_features, _BLOCK_FEATURES):
-            block = slice(start, start + _BLOCK_FEATURES)
-            left = x[:, block].T
-            for sums, right in ((self._s_xx[block, start:], x[:, start:]), (self.s_xy[block], y)):
-                if x.dtype == torch.float64:
-                    sums.addmm_(left, right)
-                else:
-                    sums.add_(left @ right)
+        return Rows(x, y, w)
 
     def _shift_means(self, n_rows: int, weight: float, mean_x: Tensor, mean_y: Tensor) -> None:
         """Join means, and add the part of the second moments that lies between the two means (Chan)."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvmap.errors import KvmapError, UnknownName
 from kvmap.fit.features import CacheShape, cache_shape
+from kvmap.kernels.map_cache import CacheMap
 from kvmap.models.cache import KVCache
 from kvmap.models.identity import ModelIdentity
 
@@ -105,6 +106,14 @@ class Mapper(ABC):
         Returns:
             (batch, n_kv_heads, tokens, head_dim) of the target, at least float32; content keys.
         """
+
+    def cache_map(self) -> CacheMap | None:
+        """The map as tables of weights over the mapper's own storage, the same object each time.
+
+        `kvmap.kernels.map_cache` applies it to a whole cache at once. None for a map that is not one product
+        of each layer and kind: `map_layer` applies it.
+        """
+        return None
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:

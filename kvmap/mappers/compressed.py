@@ -18,7 +18,9 @@ from kvmap.fit.low_rank import HeadFactors, reduce_layer
 from kvmap.fit.moments import MomentsError
 from kvmap.fit.pair_moments import PairMoments
 from kvmap.fit.quantise import Quantised, dequantise, quantise_columns, round_to_bfloat16
+from kvmap.kernels.map_cache import CacheMap, Product, Slot
 from kvmap.mappers.base import Mapper, register
+from kvmap.mappers.linear import slots_of
 
 METHODS = ("bfloat16", "fp8", "low_rank", "low_rank+bfloat16", "low_rank+fp8")
 
@@ -69,6 +71,12 @@ class CompressedLayer:
     def n_weights(self) -> int:
         """Numbers in `weight` and `up`."""
         return self.weight.numel() + (0 if self.up is None else self.up.numel())
+
+    def as_product(self, slots: tuple[Slot, ...], shared: bool) -> Product:
+        """The map of heads without ranks, over the same storage; `shared`: they read the same features."""
+        weight = self.weight if shared else self.weight.unflatten(1, self.bias.shape).transpose(0, 1)
+        scale = None if self.scale is None else self.scale.view(self.bias.shape)
+        return Product(slots, weight, self.bias, scale)
 
     def effective(self) -> Tensor:
         """The weights it stands for, at least float32: (H, p, d)."""
@@ -261,6 +269,24 @@ class CompressedLinearMapper(Mapper):
             return outputs.view(-1, batch, tokens, outputs.shape[-1]).transpose(0, 1)
 
         return mapped("key"), mapped("value")
+
+    def cache_map(self) -> CacheMap | None:
+        """See `Mapper.cache_map`. None where a head has a rank: its map is two products."""
+        plain = all(stored.up is None for layers in self._layers.values() for stored in layers.values())
+        own_way = type(self).map_layer is not CompressedLinearMapper.map_layer
+        return self._cache_map if plain and not own_way else None
+
+    @cached_property
+    def _cache_map(self) -> CacheMap:
+        return CacheMap(
+            {
+                kind: {
+                    layer: stored.as_product(slots_of(self.recipe, kind, layer), self.recipe.shared)
+                    for layer, stored in self._layers[kind].items()
+                }
+                for kind in KINDS
+            }
+        )
 
     def settings(self) -> dict[str, Any]:
         """See `Mapper.settings`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from kvmap.errors import UnknownName
 from kvmap.fit.features import KINDS, SUPPORTS, CacheShape, Recipe, SelectionError, n_channels
 from kvmap.fit.linear import Fallback, LinearWeights
+from kvmap.kernels.map_cache import CacheMap, Product, Slot
 from kvmap.mappers.base import Mapper, register
 
 
@@ -74,6 +76,24 @@ class LinearMapper(Mapper):
 
         return mapped("key"), mapped("value")
 
+    def cache_map(self) -> CacheMap | None:
+        """See `Mapper.cache_map`. None for a subclass that maps in its own way."""
+        return self._cache_map if type(self).map_layer is LinearMapper.map_layer else None
+
+    @cached_property
+    def _cache_map(self) -> CacheMap:
+        return CacheMap(
+            {
+                kind: {
+                    layer: Product(
+                        slots_of(self.recipe, kind, layer), self._weight[kind][layer], self._bias[kind][layer]
+                    )
+                    for layer in self.recipe.mapped_layers
+                }
+                for kind in KINDS
+            }
+        )
+
     def settings(self) -> dict[str, Any]:
         """See `Mapper.settings`."""
         return {"recipe": self.recipe.to_json(), "fallbacks": [list(astuple(f)) for f in self.fallbacks]}
@@ -133,6 +153,11 @@ def packed(weight: Tensor, recipe: Recipe) -> Tensor:
 def unpacked(tensor: Tensor, recipe: Recipe, layer: int) -> Tensor:
     """Inverse of `packed`, over the same storage."""
     return tensor.unflatten(1, recipe.target_shape[layer]).transpose(0, 1) if recipe.shared else tensor
+
+
+def slots_of(recipe: Recipe, kind: str, layer: int) -> tuple[Slot, ...]:
+    """Layers that a target layer reads, in the order of its features."""
+    return tuple(Slot(*source) for source in recipe.sources(kind, layer))
 
 
 def linear_feature_count(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
     from kvmap.models.identity import ModelIdentity
+
+
+OnLayer: TypeAlias = Callable[[int, Tensor, Tensor], None]
+"""What is told of a layer as soon as it is cached: its number, keys and values."""
 
 
 class InvalidCache(KvmapError):
@@ -244,6 +248,56 @@ def to_transformers(kv: KVCache | None) -> DynamicCache:
     return cache
 
 
+def growing_cache(kv: KVCache, room: KVCache) -> DynamicCache:
+    """A transformers cache over `kv` that writes what a model computes into the columns behind it in `room`.
+
+    Nothing of `kv` is copied; whatever stood in those columns of `room` is lost.
+
+    Args:
+        kv: keys and values in the model's dtype, on the devices of its layers: the first columns of `room`.
+        room: keys and values with columns to spare.
+    """
+    layers = zip(to_transformers(kv).layers, room.keys, room.values, strict=True)
+    return _growing_class()([_growing_layer_class()(*layer) for layer in layers])
+
+
+@functools.cache
+def _growing_class() -> type[DynamicCache]:
+    """Made once, when it is first needed, as `_first_layers_class`."""
+    from transformers.cache_utils import DynamicCache
+
+    class GrowingCache(DynamicCache):
+        def __init__(self, layers: list[Any]) -> None:
+            super().__init__()
+            self.layers = layers
+
+    return GrowingCache
+
+
+@functools.cache
+def _growing_layer_class() -> Any:
+    from transformers.cache_utils import DynamicLayer
+
+    class GrowingLayer(DynamicLayer):
+        def __init__(self, held: Any, keys: Tensor, values: Tensor) -> None:
+            super().__init__()
+            self.lazy_initialization(held.keys, held.values)
+            self.keys, self.values = held.keys, held.values
+            self.room = (keys, values)
+
+        def update(
+            self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor]:
+            start = self.keys.shape[2]
+            stop = start + key_states.shape[2]
+            for whole, new in zip(self.room, (key_states, value_states), strict=True):
+                whole[:, :, start:stop] = new
+            self.keys, self.values = (whole[:, :, :stop] for whole in self.room)
+            return self.keys, self.values
+
+    return GrowingLayer
+
+
 def overwriting_cache(kv: KVCache, columns: Tensor, kept: Tensor) -> DynamicCache:
     """A transformers cache that stays as long as `kv`: what a model computes replaces columns of it.
 
@@ -320,6 +374,34 @@ def _first_layers_class() -> type[DynamicCache]:
             return entry
 
     return FirstLayersCache
+
+
+def announcing_cache(on_layer: OnLayer) -> DynamicCache:
+    """An empty transformers cache that tells `on_layer` of each layer as soon as it is cached.
+
+    That is before the layer's attention, in the order of the layers. It is given the cache's own storage.
+    """
+    return _announcing_class()(on_layer)
+
+
+@functools.cache
+def _announcing_class() -> type[DynamicCache]:
+    """Made once, when it is first needed, as `_first_layers_class`."""
+    from transformers.cache_utils import DynamicCache
+
+    class AnnouncingCache(DynamicCache):
+        def __init__(self, on_layer: OnLayer) -> None:
+            super().__init__()
+            self.on_layer = on_layer
+
+        def update(
+            self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor]:
+            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            self.on_layer(layer_idx, keys, values)
+            return keys, values
+
+    return AnnouncingCache
 
 
 def cache_argument(model: PreTrainedModel) -> str:

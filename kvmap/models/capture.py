@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 
 from kvmap.errors import KvmapError
+from kvmap.models.alignment import AlignmentError, take_columns
 from kvmap.models.cache import (
     InvalidCache,
     KVCache,
+    OnLayer,
+    announcing_cache,
     cache_argument,
     first_layers_cache,
     from_transformers,
+    growing_cache,
     to_transformers,
 )
+from kvmap.models.geometry import UnsupportedModel
 from kvmap.models.loaded import LoadedModel
 from kvmap.models.rope import same_rotations
 
@@ -41,6 +46,7 @@ def prefill(
     *,
     length: int | None = None,
     n_layers: int | None = None,
+    on_layer: OnLayer | None = None,
 ) -> KVCache:
     """Read contexts and keep every layer's keys and values. Runs the decoder body only: no logits are made.
 
@@ -54,26 +60,47 @@ def prefill(
         length: tokens of the longest whole context whose beginnings these are: dynamic and longrope models
             then use the frequencies of a context of that length. None: these are the whole contexts.
         n_layers: how many layers, counted from the first; None: all, each of them run to its end.
+        on_layer: called with the number, keys and values of each layer as soon as these are cached, while the
+            model has yet to run the rest; `loaded.current_rotations()` then says what the keys carry. It must
+            change neither. Not beside `n_layers` or `length`.
 
     Returns:
         The cache, in the model's dtype; keys are rotated, and `rotations` holds what this very prefill used.
         Of `n_layers` layers it is no cache that the model could continue from.
 
+    A source with another tokenizer (`LoadedModel.alignment`) is given the target's ids, reads their text, and
+    its cache comes out over the target's columns; see `kvmap.models.alignment`.
+
     Raises:
-        UnsupportedModel: if a windowed layer, among those asked for or not, cannot see the longest context
-            whole.
-        InvalidCache: if there are no tokens, or the model has no such number of layers.
+        UnsupportedModel: if rows have padding between their tokens, and a windowed layer, among those asked
+            for or not, would count it.
+        InvalidCache: if there are no tokens, or the model has no such number of layers; or if `on_layer`
+            stands beside what it cannot serve.
+        AlignmentError: another tokenizer's ids that cannot be aligned.
     """
     _check_layers(loaded, n_layers)
+    if on_layer is not None and (n_layers is not None or length is not None):
+        raise InvalidCache(
+            "on_layer tells of a whole prefill of whole contexts: leave n_layers and length out"
+        )
     input_ids, mask = _inputs(loaded, input_ids, attention_mask)
     if input_ids.shape[1] == 0:
         raise InvalidCache("prefill needs at least one token a row")
+    if loaded.alignment is not None:
+        if (length, n_layers, on_layer) != (None, None, None):
+            raise AlignmentError(
+                "a source with another tokenizer reads whole contexts through all its layers at once: leave "
+                "length, n_layers and on_layer out"
+            )
+        aligned = loaded.alignment.align(input_ids, mask)
+        own = prefill(replace(loaded, alignment=None), aligned.ids, aligned.mask)
+        return take_columns(own, aligned, positions_from_mask(mask), mask)
     _check_windows(loaded, mask)
     positions = positions_from_mask(mask)
     n_columns = input_ids.shape[1]
     if _beyond(length, positions, loaded):
         input_ids, mask, positions = _with_last_position(input_ids, mask, positions, length)
-    with _empty_cache(n_layers) as cache:
+    with _empty_cache(n_layers, on_layer) as cache:
         loaded.body(
             input_ids=input_ids,
             attention_mask=mask.long(),
@@ -94,6 +121,7 @@ def forward(
     attention_mask: Tensor | None = None,
     *,
     length: int | None = None,
+    room: KVCache | None = None,
 ) -> tuple[Tensor, KVCache]:
     """Run new tokens after a cache. The cache given is left as it was.
 
@@ -106,6 +134,9 @@ def forward(
         kv: what came before, keys rotated; None or without tokens: nothing.
         attention_mask: (batch, n) of the new tokens; None: all are real.
         length: as for `prefill`, where cache and new tokens are the beginnings of longer contexts.
+        room: a cache of which `kv` is the first columns, over the same storage, with as many more as there
+            are new tokens: these are overwritten, and nothing is copied. None: all columns are copied. Not
+            beside `length`.
 
     Returns:
         Logits (batch, n, vocab_size) float32 of every new token, and the cache of old and new columns.
@@ -113,9 +144,16 @@ def forward(
 
     Raises:
         CacheMismatch: if `kv` is an exact cache of another model.
+        AlignmentError: a source that was given the ids of another tokenizer: its logits are of other tokens.
         InvalidCache: if `kv` is stripped or its batch or layers do not fit.
-        UnsupportedModel: if a windowed layer cannot see the longest row whole.
+        UnsupportedModel: if a row has padding between its tokens that a windowed layer would count.
     """
+    if loaded.alignment is not None:
+        raise AlignmentError(
+            f"{loaded.identity.name} reads the target's text with its own tokenizer: it can be read for its "
+            "cache, but cannot go on from it or score the target's tokens; leave the arm source out, or take "
+            "two models of one tokenizer"
+        )
     input_ids, new_mask = _inputs(loaded, input_ids, attention_mask)
     if kv is not None:
         _check_continues(loaded, input_ids, kv)
@@ -131,7 +169,7 @@ def forward(
     n_new, n_columns = input_ids.shape[1], mask.shape[1]
     if _beyond(length, new_positions, loaded):
         input_ids, mask, new_positions = _with_last_position(input_ids, mask, new_positions, length)
-    cache = to_transformers(kv)
+    cache = to_transformers(kv) if kv is None or room is None else growing_cache(kv, room)
     output = loaded.model(
         input_ids=input_ids,
         attention_mask=mask.long(),
@@ -149,8 +187,10 @@ def forward(
     return output.logits[:, :n_new].float(), grown
 
 
-def _empty_cache(n_layers: int | None) -> AbstractContextManager[Any]:
-    return nullcontext(to_transformers(None)) if n_layers is None else first_layers_cache(n_layers)
+def _empty_cache(n_layers: int | None, on_layer: OnLayer | None) -> AbstractContextManager[Any]:
+    if n_layers is not None:
+        return first_layers_cache(n_layers)
+    return nullcontext(to_transformers(None) if on_layer is None else announcing_cache(on_layer))
 
 
 def _check_layers(loaded: LoadedModel, n_layers: int | None) -> None:
@@ -197,12 +237,27 @@ def _inputs(loaded: LoadedModel, input_ids: Tensor, attention_mask: Tensor | Non
 
 
 def _check_windows(loaded: LoadedModel, mask: Tensor) -> None:
-    """Refuse rows that a windowed layer cannot see whole. Windows count columns from a row's first real
-    token on.
+    """Refuse rows whose windows would be counted wrongly.
+
+    transformers counts a window in columns. That is right where a row's real tokens lie side by side, however
+    long it is: padding before and after them is no query's past. Padding between them takes the place of
+    tokens that the row alone would see, as soon as the row is longer than the window.
     """
-    if any(layer.window is not None for layer in loaded.geometry.layers):
-        spans = mask.shape[1] - mask.long().argmax(-1)
-        loaded.geometry.check_length(int(spans.max()))
+    windows = loaded.geometry.windows
+    if not windows:
+        return
+    n_columns = mask.shape[1]
+    first, last = mask.int().argmax(-1), n_columns - 1 - mask.int().flip(-1).argmax(-1)
+    spans, lengths = last - first + 1, mask.sum(-1)
+    wrong = (spans > lengths) & (spans > windows[0])
+    if bool(wrong.any()):
+        row = int(wrong.int().argmax())
+        raise UnsupportedModel(
+            f"{loaded.identity.name} has layers that see a window of {windows[0]} tokens, and row {row} has "
+            f"{int(spans[row] - lengths[row])} columns of padding between its {int(lengths[row])} tokens, "
+            "which would count towards it: run rows of unequal continuations one at a time, or keep them "
+            f"within {windows[0]} columns"
+        )
 
 
 def _placed(loaded: LoadedModel, kv: KVCache) -> KVCache:

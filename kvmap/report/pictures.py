@@ -31,6 +31,7 @@ CAPTIONS = {
     "errors_by_position": "Error and attention-output cosine by position; next-token KL after the context.",
     "spectrum": "Cumulated share of the error, and of the target, in the largest components.",
     "latency": "Time against context length: median, 20th to 80th percentile, ms.",
+    "latency_cost": "Re-prefill over map, warm and cold hand-off; and each arm's share of the roofline.",
     "study": "Context carried and accuracy kept by configuration, 95 % intervals.",
 }
 """By the name of the figure's file, in reading order."""

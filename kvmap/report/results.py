@@ -130,7 +130,7 @@ def plan_grid(rows: Sequence[Row], *, folded: bool = False) -> Grid | None:
 def latency_grid(rows: Sequence[Row]) -> Grid | None:
     """Median and percentiles by length, and how often a hand-off goes into the time of a re-prefill.
 
-    Warm: the source's cache is there, the hand-off is the map. Cold: the source reads the context first.
+    Warm: the source's cache is there. Cold: the source reads the context first.
     """
     if not rows:
         return None
@@ -157,8 +157,8 @@ def _percentiles(row: Row | None) -> str:
 def latency_gains(found: Mapping[str, Row]) -> tuple[float, float]:
     """Median time of a re-prefill over that of a warm, and a cold, hand-off; nan where one is not timed."""
     medians = {arm: number(row["p50_ms"]) for arm, row in found.items()}
-    again, mapping = medians.get("re_prefill", math.nan), medians.get("map", math.nan)
-    return again / mapping, again / (mapping + medians.get("source_prefill", math.nan))
+    again, warm = medians.get("re_prefill", math.nan), medians.get("hand_off", medians.get("map", math.nan))
+    return again / warm, again / (warm + medians.get("source_prefill", math.nan))
 
 
 def missing_reason(row: Row) -> str | None:

@@ -42,7 +42,7 @@ def run_page(directory: Path, defaults: Mapping[str, Any] | None = None, drawn: 
     run, arms = read_run(directory), read_arms(directory)
     pictures = pictures_of(directory, *([drawn] if drawn else []))
     of_map = [picture for picture in pictures if picture.name in OF_THE_MAP]
-    timed = [picture for picture in pictures if picture.name == "latency"]
+    timed = [picture for picture in pictures if picture.name.startswith("latency")]
     measured = [picture for picture in pictures if picture not in of_map and picture not in timed]
     r2 = r2_grid(read_table(directory, "r2"), read_table(directory, "first_token"))
     attention = read_table(directory, "attention_output")

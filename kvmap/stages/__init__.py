@@ -36,6 +36,7 @@ def run_stages(cfg: Config, directory: str | Path, *, identity: str | None = Non
     import torch
     from transformers.utils.logging import disable_progress_bar
 
+    from kvmap.kernels.settings import KernelSettings, use
     from kvmap.report import print_summary
     from kvmap.stages import plan
     from kvmap.stages.context import Context
@@ -58,7 +59,7 @@ def run_stages(cfg: Config, directory: str | Path, *, identity: str | None = Non
         seconds=cfg.tracking.finish_timeout_s,
     )
     try:
-        with run:
+        with run, use(KernelSettings(**asdict(cfg.kernels))):
             if identity is not None:
                 run.note(identity=identity)
             ctx = Context(cfg, run)

@@ -13,6 +13,7 @@ from kvmap.config import Config, ModelConfig, TextConfig
 from kvmap.data import TextSpec, TokenBlocks, read_texts, token_blocks
 from kvmap.files import read_json, write_json
 from kvmap.models.pair import ModelNotFound, ModelPair, ModelSpec, read_geometry
+from kvmap.models.shapes import shape_geometry
 from kvmap.tracking import Run
 from kvmap.transfer import TransferOptions
 
@@ -48,9 +49,19 @@ class Context:
             self.keys = {"source": "pair.target", "target": "pair.source"}
         self.models: dict[str, ModelConfig] = {"source": source, "target": target}
         self.specs = {role: _spec(model) for role, model in self.models.items()}
-        self.pair = ModelPair(self.specs["source"], self.specs["target"])
+        self.pair = ModelPair(
+            self.specs["source"],
+            self.specs["target"],
+            alignment=cfg.pair.alignment,
+            alignment_rule=cfg.pair.alignment_rule,
+        )
         self.options = TransferOptions(**asdict(cfg.transfer), rope=cfg.rope.strategy)
         self._conditions: dict[str, dict[str, Any]] = {}
+
+    @property
+    def random_weights(self) -> bool:
+        """Whether the run times models of random weights, and reads none."""
+        return "benchmark" in self.cfg.stages and self.cfg.benchmark.random_weights
 
     @cached_property
     def geometries(self) -> dict[str, Geometry | None]:
@@ -63,6 +74,8 @@ class Context:
 
     def _geometry(self, role: str) -> Geometry | None:
         facts = self.models[role].geometry
+        if self.random_weights:
+            return shape_geometry(self.specs[role], n_positions=max(self.cfg.benchmark.lengths) + 1)
         try:
             return read_geometry(self.specs[role])
         except ModelNotFound:
@@ -93,9 +106,15 @@ class Context:
         return blocks
 
     def content(self, role: str) -> dict[str, str]:
-        """A model's identity without its name: weights under another path give the same artifacts."""
+        """A model's identity without its name: weights under another path give the same artifacts.
+
+        Of a source that reads another tokenizer's ids, also by which rule its columns are laid over them.
+        """
         identity = self.pair.source_identity if role == "source" else self.pair.target_identity
-        return {key: value for key, value in asdict(identity).items() if key != "name"}
+        content = {key: value for key, value in asdict(identity).items() if key != "name"}
+        if role == "source" and self.pair.alignment is not None:
+            content["alignment"] = self.pair.alignment.name
+        return content
 
     def conditions(self, role: str) -> dict[str, Any]:
         """Which model, and what else its numbers depend on; reads no weights."""
@@ -159,6 +178,8 @@ class Context:
                 "token_stride": self.cfg.calibration.token_stride,
             },
         }
+        if self.pair.alignment is not None:
+            manifest["alignment"] = self.pair.alignment.name
         save_mapper(built.mapper, folder, manifest)
         write_json(folder / TABLES, built.tables)
 
@@ -186,6 +207,8 @@ def _spec(model: ModelConfig) -> ModelSpec:
         dtype=model.dtype,
         device=model.device,
         device_map=model.device_map,
+        max_memory=model.max_memory,
+        offload_folder=model.offload_folder,
         attn_implementation=model.attn_implementation,
     )
 

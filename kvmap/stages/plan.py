@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 from kvmap.config import ConfigError
-from kvmap.errors import KvmapError
 from kvmap.fit.features import CacheShape, Layout, geometry_shape
 from kvmap.fit.planner import MomentsPlan, best_plan, default_budget, moments_plans
 from kvmap.fit.selection import needs
@@ -33,7 +32,7 @@ def check(ctx: Context) -> None:
     mistakes = mistakes or [*_memory_mistakes(ctx)]  # which counts on a geometry that is right
     if mistakes:
         raise ConfigError(mistakes)
-    if set(ctx.cfg.stages) - {"plan", "report"}:
+    if _reads_models(ctx):
         ctx.pair.check()
         identities = {"source": ctx.pair.source_identity, "target": ctx.pair.target_identity}
         ctx.run.note(
@@ -49,6 +48,18 @@ def run(ctx: Context) -> None:
     rows: list[dict[str, Any]] = [*_cache_rows(ctx), *_mapper_rows(ctx)]
     ctx.run.table("plan", rows)
     ctx.run.log({f"plan/model/{row['part']}/{row['quantity']}": Metric(row["value"]) for row in rows})
+
+
+def _reads_models(ctx: Context) -> bool:
+    """Whether a stage loads the two models."""
+    return bool(set(ctx.cfg.stages) - {"plan", "report"}) and not ctx.random_weights
+
+
+def _needs_mapper(ctx: Context) -> bool:
+    """Whether a stage needs a fitted mapper; the benchmark needs none where it draws one."""
+    drawn = ctx.cfg.benchmark.random_weights or ctx.cfg.benchmark.random_mapper
+    without = {"plan", "report", "calibrate"} | ({"benchmark"} if drawn else set())
+    return bool(set(ctx.cfg.stages) - without)
 
 
 def _shape(ctx: Context, role: str) -> CacheShape:
@@ -90,7 +101,7 @@ def _geometry_mistakes(ctx: Context) -> Iterator[str]:
 
 
 def _length_mistakes(ctx: Context) -> Iterator[str]:
-    """Lengths that a window or the model's number of positions does not allow."""
+    """Lengths that the model's number of positions does not allow."""
     perplexity, benchmark = ctx.cfg.evaluation.perplexity, ctx.cfg.benchmark
     lengths = {"calibration.sequence_length": ctx.cfg.calibration.sequence_length}
     if "evaluate" in ctx.cfg.stages and perplexity.n_sequences:
@@ -102,10 +113,6 @@ def _length_mistakes(ctx: Context) -> Iterator[str]:
         for key, length in lengths.items():
             if geometry is None:
                 continue
-            try:
-                geometry.check_length(length)
-            except KvmapError as error:
-                yield f"{key}={length}: {role} {error}"
             if length > geometry.max_positions:
                 yield (
                     f"{key}={length}: the {role}, {ctx.models[role].id}, has "
@@ -115,10 +122,8 @@ def _length_mistakes(ctx: Context) -> Iterator[str]:
 
 def _row_mistakes(ctx: Context) -> Iterator[str]:
     """Calibrations that the fit would refuse only after they are paid for."""
-    if not set(ctx.cfg.stages) - {"plan", "report", "calibrate"} or ctx.cfg.mapper.kind not in (
-        "linear",
-        "mlp",
-    ):
+    fits = _needs_mapper(ctx) and ctx.cfg.mapper.kind in ("linear", "mlp")
+    if not fits:
         return
     n_rows, n_features = _n_rows(ctx), _n_features(ctx)
     if n_rows <= n_features and not ctx.cfg.mapper.allow_few_rows:
@@ -262,7 +267,7 @@ def _moments_plans(ctx: Context) -> tuple[list[MomentsPlan], int]:
 
 def _memory_mistakes(ctx: Context) -> Iterator[str]:
     """Moments that would not fit, said before any model is loaded."""
-    if not set(ctx.cfg.stages) - {"plan", "report"}:
+    if not (_needs_mapper(ctx) or "calibrate" in ctx.cfg.stages):
         return
     plans, budget = _moments_plans(ctx)
     if best_plan(plans) is None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 LENGTH = 16
-LEFT_OUT = ("hydra", "outputs", "study", "threads", "tracking", "sweep")
+LEFT_OUT = ("hydra", "outputs", "study", "threads", "kernels", "tracking", "sweep")
 """Groups and settings that change no result, or only where it is kept."""
 
 

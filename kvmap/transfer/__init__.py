@@ -5,7 +5,7 @@ The columns of a hand-off come from three places. The first real tokens of each 
 everything else and give the first logits, and what lies between is mapped. A mapper with `native_layers`
 maps the layers above those: the target runs its first layers over all columns itself, and their keys and
 values are exact. Some of the mapped tokens may then be recomputed by the target over all of that
-(`recompute_share`).
+(`recompute_share`). `prefill_and_transfer` maps layers while the source still reads.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from kvmap.transfer.cost import HandOffFlops, handoff_flops, native_share
 from kvmap.transfer.handoff import HandOff, TransferOptions, native, transfer
 from kvmap.transfer.oracle import OwnKind
 from kvmap.transfer.recompute import RECOMPUTE_RULES
+from kvmap.transfer.streaming import prefill_and_transfer
 
 __all__ = [
     "RECOMPUTE_RULES",
@@ -31,6 +32,7 @@ __all__ = [
     "handoff_flops",
     "native",
     "native_share",
+    "prefill_and_transfer",
     "score_continuations",
     "transfer",
 ]

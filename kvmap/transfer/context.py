@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from kvmap.errors import KvmapError
-from kvmap.fit.features import cache_shape, geometry_shape
+from kvmap.fit.features import CacheShape, cache_shape, geometry_shape
 from kvmap.mappers.base import Mapper, MapperMismatch, check_shape
 from kvmap.models.cache import KVCache
 from kvmap.models.capture import positions_from_mask
+from kvmap.models.identity import ModelIdentity
 from kvmap.models.pair import LoadedModel
 
 
@@ -62,9 +63,7 @@ def read_context(
             "attention_mask: expected left padding, zeros and then at least one 1 in each row"
         )
     n_columns = max(ids.shape[1] - hold_back, 0)
-    context = Context(ids, mask, positions_from_mask(mask), n_columns, mask[:, :n_columns].sum(-1))
-    target.geometry.check_length(context.length)
-    return context
+    return Context(ids, mask, positions_from_mask(mask), n_columns, mask[:, :n_columns].sum(-1))
 
 
 def check_columns(what: str, kv: KVCache, context: Context) -> None:
@@ -90,12 +89,23 @@ def check_own_cache(cache: KVCache, model: LoadedModel, context: Context) -> Non
 
 def check_parts(source_kv: KVCache, mapper: Mapper, target: LoadedModel, context: Context, rope: str) -> None:
     check_columns("source", source_kv, context)
-    mapper.check_models(source_kv.owner, target.identity, rope)
     if rope == "coupled" and source_kv.stripped:
         raise TransferError(
             "rope='coupled' maps rotated keys; the source cache was stripped: give it as captured"
         )
-    check_shape("source cache", cache_shape(source_kv), mapper.source_shape)
+    check_mapper(mapper, source_kv.owner, cache_shape(source_kv), target, rope)
+
+
+def check_mapper(
+    mapper: Mapper,
+    source: ModelIdentity | None,
+    source_shape: CacheShape,
+    target: LoadedModel,
+    rope: str,
+) -> None:
+    """Refuse a mapper of other models, shapes or strategy; the source's identity may be unknown."""
+    mapper.check_models(source, target.identity, rope)
+    check_shape("source cache", source_shape, mapper.source_shape)
     check_shape("target model", geometry_shape(target.geometry), mapper.target_shape)
     if not 0 <= mapper.native_layers <= len(mapper.target_shape):
         raise MapperMismatch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvmap.fit.features import KINDS
 from kvmap.mappers.base import Mapper
 from kvmap.models.geometry import Geometry
 from kvmap.models.pair import LoadedModel
@@ -80,24 +81,42 @@ class DecoderWork:
         channels: of each layer, n_heads · head_dim: products of one query with one key, and again of its
             weight with one value.
         logits: weights of the output head.
+        windows: of each layer, the tokens a query sees, itself included; None: all before it.
     """
 
     weights: tuple[int, ...]
     projections: tuple[int, ...]
     channels: tuple[int, ...]
     logits: int
+    windows: tuple[int | None, ...]
 
-    def run(self, n_tokens: float, n_pairs: float, n_layers: int | None = None) -> float:
-        """FLOPs of the first `n_layers` layers (None: all) for tokens that see so many columns together."""
+    def run(self, first: int, last: int, n_layers: int | None = None, n_tokens: float | None = None) -> float:
+        """FLOPs of tokens that run through layers.
+
+        Args:
+            first, last: the tokens at these places of a context, counted from 1, and all between them.
+            n_layers: the first so many layers; None: all.
+            n_tokens: so many of these tokens, lying evenly; None: each of them.
+        """
+        n_places = last - first + 1
+        if n_places < 1:
+            return 0.0
+        n = n_places if n_tokens is None else n_tokens
         layers = slice(0, n_layers)
-        return 2 * n_tokens * sum(self.weights[layers]) + 4 * n_pairs * sum(self.channels[layers])
+        return 2 * n * sum(self.weights[layers]) + n / n_places * self.attention(first, last, n_layers)
 
-    def first_layers(self, n_tokens: float, n_layers: int) -> float:
+    def attention(self, first: int, last: int, n_layers: int | None = None) -> float:
+        """FLOPs of the attention products of the tokens at places first to last, counted from 1."""
+        layers = slice(0, n_layers)
+        pairs = {window: pairs_seen(first, last, window) for window in set(self.windows)}
+        per_layer = zip(self.channels[layers], self.windows[layers], strict=True)
+        return sum(4 * pairs[window] * channels for channels, window in per_layer)
+
+    def first_layers(self, n_tokens: int, n_layers: int) -> float:
         """FLOPs of the first keys and values of n ≥ 1 layers: the last of them runs its projections alone."""
         if n_layers == 0:
             return 0.0
-        above = self.run(n_tokens, _causal(n_tokens), n_layers - 1)
-        return above + 2 * n_tokens * self.projections[n_layers - 1]
+        return self.run(1, n_tokens, n_layers - 1) + 2 * n_tokens * self.projections[n_layers - 1]
 
 
 @dataclass(frozen=True)
@@ -156,6 +175,7 @@ def decoder_work(target: LoadedModel) -> DecoderWork:
         ),
         channels=tuple(geometry.n_heads * layer.head_dim for layer in geometry.layers),
         logits=width * geometry.vocab_size,
+        windows=tuple(layer.window for layer in geometry.layers),
     )
 
 
@@ -165,9 +185,12 @@ def handoff_flops(
     """FLOPs that a hand-off of one context leaves to do, part by part, beside those of reading it again.
 
     Running n tokens through a layer of w weights costs ``2·n·w + 4·p·n_heads·head_dim``, p being the number
-    of (token, column it sees) pairs: T(T + 1)/2 for a whole context, which is attention's square term.
-    Recomputed tokens are taken to lie evenly among the mapped ones. A kernel that does not skip what a mask
-    hides does up to twice the products of attention counted here, in either way alike.
+    of (token, column it sees) pairs: T(T + 1)/2 for a whole context, which is attention's square term, and in
+    a layer with a window w no more than w for each token. A windowed layer is mapped where tokens from the
+    held-back ones on can see it, and everywhere where tokens are recomputed. Recomputed tokens are taken to
+    lie evenly among the mapped ones. A kernel that does not skip what a mask hides does up to twice the
+    products of attention counted here, in either way alike, and in windowed layers those of the whole
+    context.
 
     Args:
         target: the model that goes on.
@@ -185,36 +208,73 @@ def handoff_flops(
     n_cut = n_tokens - n_tail
     n_head = n_cut if m == target.geometry.n_layers else min(options.native_head, n_cut)
     n_mapped = n_cut - n_head
-    re_prefill = work.run(n_tokens, _causal(n_tokens)) + 2 * work.logits
-    tail = work.run(n_tail, n_tail * n_cut + _causal(n_tail)) + 2 * n_tail * work.logits
+    re_prefill = work.run(1, n_tokens) + 2 * work.logits
+    tail = work.run(n_cut + 1, n_tokens) + 2 * n_tail * work.logits
     if n_mapped == 0:
         return HandOffFlops(0.0, 0.0, re_prefill, 0.0, 0.0, 0.0, re_prefill)
     n_recomputed = count_recomputed(n_mapped, options.recompute_share)
     rule = 0.0
     if n_recomputed > 0 and options.recompute_share < 1:
-        rule = _rule_flops(work, m, n_cut, n_tail, tail, options.recompute_rule)
+        rule = _rule_flops(work, m, n_cut, n_tokens, tail, options.recompute_rule)
+    mapped = mapped_tokens(target.geometry, n_cut, n_mapped, every_column=options.recompute_share > 0)
     return HandOffFlops(
         hold_back=tail,
-        native_head=work.run(n_head, _causal(n_head)),
+        native_head=work.run(1, n_head),
         native_layers=work.first_layers(n_cut, m),
-        recompute=work.run(n_recomputed, n_recomputed * (n_head + n_cut + 1) / 2),
+        recompute=work.run(n_head + 1, n_cut, n_tokens=n_recomputed),
         rule=rule,
-        map=2 * n_mapped * mapper.n_weights,
+        map=_map_flops(mapper, mapped),
         re_prefill=re_prefill,
     )
 
 
+def mapped_tokens(
+    target_geometry: Geometry, n_cut: int, n_mapped: int, *, every_column: bool = False
+) -> tuple[int, ...]:
+    """Tokens of one context that are mapped in each layer, were all layers mapped.
+
+    Args:
+        target_geometry: of the target.
+        n_cut: tokens before the held-back ones.
+        n_mapped: the last of these, that are mapped where all are needed.
+        every_column: see `kvmap.transfer.transfer`.
+
+    Returns:
+        min(n_mapped, w − 1) in a layer with a window of w tokens, n_mapped in the others.
+    """
+    if every_column:
+        return (n_mapped,) * target_geometry.n_layers
+    return tuple(min(n_mapped, max(seen, 1)) for seen in target_geometry.seen_tokens(n_cut))
+
+
+def pairs_seen(first: int, last: int, window: int | None) -> float:
+    """Pairs of a query and a column it sees, `Σ_{i = first}^{last} min(i, window)`; places count from 1."""
+    upto = last if window is None else min(last, window)
+    growing = (first + upto) * (upto - first + 1) / 2 if upto >= first else 0.0
+    return growing + (0 if window is None else window * (last - max(upto, first - 1)))
+
+
+def _map_flops(mapper: Mapper, mapped: tuple[int, ...]) -> float:
+    """Of a map that leaves out tokens in some layers; its weights lie in the layers as its tables do."""
+    layers = range(mapper.native_layers, len(mapper.target_shape))
+    tokens = [mapped[layer] for layer in layers]
+    if len(set(tokens)) == 1:
+        return 2 * tokens[0] * mapper.n_weights
+    cache_map = mapper.cache_map()
+    shares = [
+        1 if cache_map is None else sum(cache_map.products[kind][layer].weight.numel() for kind in KINDS)
+        for layer in layers
+    ]
+    taken = sum(n * share for n, share in zip(tokens, shares, strict=True))
+    return 2 * mapper.n_weights * taken / sum(shares)
+
+
 def _rule_flops(
-    work: DecoderWork, native_layers: int, n_cut: int, n_tail: int, tail: float, rule: str
+    work: DecoderWork, native_layers: int, n_cut: int, n_tokens: int, tail: float, rule: str
 ) -> float:
     if rule == "attention":  # the tail once more, and its scores by themselves
-        return tail + 2 * (n_tail * n_cut + _causal(n_tail)) * sum(work.channels)
+        return tail + work.attention(n_cut + 1, n_tokens) / 2
     return work.first_layers(n_cut, native_layers + 1) if rule == "map_error" else 0.0
-
-
-def _causal(n: float) -> float:
-    """Pairs of n tokens and the columns each of them sees, nothing before them."""
-    return n * (n + 1) / 2
 
 
 def _share_of_experts(config: Any) -> float:

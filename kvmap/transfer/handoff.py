@@ -18,10 +18,10 @@ from kvmap.models.pair import LoadedModel
 from kvmap.transfer.columns import (
     Columns,
     extend_head,
-    join_columns,
-    map_columns,
     own_counts,
+    put_own_columns,
     split_columns,
+    unfilled_cache,
 )
 from kvmap.transfer.context import (
     Context,
@@ -31,6 +31,7 @@ from kvmap.transfer.context import (
     prepare_prefix,
     read_context,
 )
+from kvmap.transfer.mapping import Filling, start_filling
 from kvmap.transfer.oracle import OwnKind, with_own
 from kvmap.transfer.recompute import RECOMPUTE_RULES, Handed, recompute
 
@@ -86,7 +87,7 @@ class HandOff:
 
     Attributes:
         kv: the target's cache over all columns of the context, `exact=False` if any of them was mapped and
-            not recomputed.
+            not recomputed. In windowed layers the columns that no later token sees may hold zeros.
         logits: (batch, vocab) float32, for the token after the context.
         n_mapped: tokens that were mapped, in the layers above the native ones.
         n_native_head: tokens before the held-back ones whose columns are the target's own.
@@ -98,6 +99,8 @@ class HandOff:
             layers where nothing was mapped.
         n_recomputed: of the mapped tokens, those that the target then computed itself.
         n_recomputed_of_row: `n_recomputed` row by row.
+        n_mapped_of_layer: tokens mapped in each target layer: none in native ones, in the others `n_mapped`,
+            or those of them that a windowed layer's later tokens can see.
     """
 
     kv: KVCache
@@ -110,6 +113,7 @@ class HandOff:
     n_native_layers: int
     n_recomputed: int
     n_recomputed_of_row: tuple[int, ...]
+    n_mapped_of_layer: tuple[int, ...]
 
     def select_rows(self, index: Sequence[int] | Tensor) -> HandOff:
         """Rows of the batch, repeats allowed, so that several continuations of one context make one batch.
@@ -141,6 +145,7 @@ def transfer(
     recompute_seed: int = 0,
     native_prefix: KVCache | None = None,
     own_kind: OwnKind | None = None,
+    every_column: bool = False,
 ) -> HandOff:
     """Hand a context over: map the source's cache, let the target run the rest ([H] §3.4).
 
@@ -168,6 +173,10 @@ def transfer(
             is the caller's to know: a cache carries no ids. Native layers read its tokens again.
         own_kind: an oracle for diagnosis: all "key"s, or all "value"s, are the target's own after all, of a
             prefill of the whole context; see `kvmap.transfer.oracle`.
+        every_column: map also those columns of windowed layers that neither the held-back tokens nor any
+            later one can see. They cost as much as the others and change no output; needed where the cache is
+            read otherwise (diagnosed, mapped on, cut shorter). With tokens to recompute, which see other
+            columns than the last, every column is mapped whatever is said here.
 
     A dynamic or longrope model runs its own first tokens with the frequencies of the whole context. A
     `native_prefix` read within a shorter context is turned to them, but keeps the hidden states it had there.
@@ -181,29 +190,92 @@ def transfer(
     options = TransferOptions(hold_back, native_head, rope, recompute_share, recompute_rule, recompute_seed)
     context = read_context(target, input_ids, attention_mask, options.hold_back)
     check_parts(source_kv, mapper, target, context, options.rope)
-    n_layers = len(mapper.target_shape)
-    n_first = context.n_columns if mapper.native_layers == n_layers else options.native_head
-    head = prepare_prefix(native_prefix, target, context)
+    begun = begin(mapper, target, context, options, native_prefix, every_column)
+    if begun is None:
+        return native(target, input_ids, attention_mask, hold_back=options.hold_back)
+    if begun.any_wanted:
+        begun.filling.map_all(source_kv)
+    return complete(begun, own_kind)
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """A hand-off before its map.
+
+    Attributes:
+        options: as asked.
+        head: a cache that begins with each row's own tokens; None where there are none.
+        room: the target's cache over all columns of the context, those of the held-back end empty.
+        filling: its columns before that end, and what fills them.
+    """
+
+    options: TransferOptions
+    head: KVCache | None
+    room: KVCache
+    filling: Filling
+
+    @property
+    def any_wanted(self) -> bool:
+        """Whether there is a column to map."""
+        columns = self.filling.columns
+        return columns.start < columns.context.n_columns
+
+
+def begin(
+    mapper: Mapper,
+    target: LoadedModel,
+    context: Context,
+    options: TransferOptions,
+    prefix: KVCache | None,
+    every_column: bool = False,
+) -> Begun | None:
+    """What the target does before the map: its own head, its native layers, room for its cache.
+
+    Args:
+        prefix, every_column: as given, see `transfer`.
+
+    Returns:
+        None where the whole context is the target's own, and nothing is there that it could use.
+    """
+    everything_native = mapper.native_layers == len(mapper.target_shape)
+    n_first = context.n_columns if everything_native else options.native_head
+    head = prepare_prefix(prefix, target, context)
     own = own_counts(context, n_first, head)
     if head is None and bool((own >= context.n_cut).all()):
-        return native(target, input_ids, attention_mask, hold_back=options.hold_back)
+        return None
     head = extend_head(target, context, head, torch.full_like(own, n_first).minimum(context.n_cut))
-    rotations = target.rotations(context.length)
     columns = split_columns(context, own)
-    made, n_clamped = map_columns(source_kv, mapper, target, columns, options.rope, rotations)
-    joined = join_columns(target, columns, head, made, rotations)
+    room = unfilled_cache(target, columns, target.rotations(context.length))
+    kv = room.slice_tokens(0, context.n_columns)
+    every_column = every_column or options.recompute_share > 0
+    return Begun(options, head, room, start_filling(mapper, target, columns, options.rope, kv, every_column))
+
+
+def complete(begun: Begun, own_kind: OwnKind | None) -> HandOff:
+    """What comes after the map: own columns, tokens to recompute, the held-back end.
+
+    Raises:
+        TransferError: mapped keys or values that are not finite.
+    """
+    options, head, filling = begun.options, begun.head, begun.filling
+    target, columns, joined = filling.target, filling.columns, filling.kv
+    context, n_layers = columns.context, joined.n_layers
+    n_clamped = filling.finish()
+    if head is not None:
+        put_own_columns(joined, columns, head)
     if own_kind is not None:
         joined = with_own(target, context, joined, own_kind)
-    cut, recomputed = _recomputed(target, columns, joined, mapper.native_layers, options)
-    mapped = tuple((context.n_cut - own).tolist())
-    n_native, n_mapped, n_recomputed = int(own.sum()), sum(mapped), sum(recomputed)
+    cut, recomputed = _recomputed(target, columns, joined, filling.mapper.native_layers, options)
+    mapped = tuple((context.n_cut - columns.own).tolist())
+    n_native, n_mapped, n_recomputed = int(columns.own.sum()), sum(mapped), sum(recomputed)
     cut = replace(
         cut,
         exact=n_mapped == n_recomputed and (head is None or head.exact),
         owner=target.identity if n_mapped == n_recomputed else None,
         mixed=options.rope == "no_rerotate" and own_kind != "key" and n_mapped > n_recomputed,
     )
-    logits, kv = _run_tail(target, context, cut)
+    in_place = own_kind is None and not n_recomputed
+    logits, kv = _run_tail(target, context, cut, begun.room if in_place else None)
     return HandOff(
         kv,
         logits,
@@ -212,9 +284,10 @@ def transfer(
         n_hold_back=int(context.mask.sum()) - n_native - n_mapped,
         n_clamped=n_clamped,
         n_mapped_of_row=mapped,
-        n_native_layers=mapper.native_layers if n_mapped else n_layers,
+        n_native_layers=filling.mapper.native_layers if n_mapped else n_layers,
         n_recomputed=n_recomputed,
         n_recomputed_of_row=recomputed,
+        n_mapped_of_layer=filling.mapped_of_layer(n_mapped),
     )
 
 
@@ -265,11 +338,17 @@ def native(
     n_tail = int(context.mask.sum()) - n_native
     n_layers = target.geometry.n_layers
     none = (0,) * context.ids.shape[0]
-    return HandOff(kv, logits, 0, n_native, n_tail, 0, none, n_layers, 0, none)
+    return HandOff(kv, logits, 0, n_native, n_tail, 0, none, n_layers, 0, none, (0,) * n_layers)
 
 
-def _run_tail(target: LoadedModel, context: Context, cut: KVCache | None) -> tuple[Tensor, KVCache]:
-    """Run the held-back tokens on the cut cache: (batch, vocab) logits after the last, and the full cache."""
+def _run_tail(
+    target: LoadedModel, context: Context, cut: KVCache | None, room: KVCache | None = None
+) -> tuple[Tensor, KVCache]:
+    """Run the held-back tokens on the cut cache: (batch, vocab) logits after the last, and the full cache.
+
+    Args:
+        room: of which `cut` is the first columns, so that nothing is copied; see `forward`.
+    """
     tail = slice(context.n_columns, None)
-    logits, kv = forward(target, context.ids[:, tail], cut, context.mask[:, tail])
+    logits, kv = forward(target, context.ids[:, tail], cut, context.mask[:, tail], room=room)
     return logits[:, -1], kv

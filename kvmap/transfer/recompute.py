@@ -14,7 +14,7 @@ from torch import Tensor
 from kvmap.models.cache import KVCache
 from kvmap.models.capture import forward, prefill
 from kvmap.models.pair import LoadedModel
-from kvmap.models.queries import attention_scores, attention_weights, observe_attention
+from kvmap.models.queries import attention_scores, attention_weights, observe_attention, visible_columns
 from kvmap.models.recompute_cache import recompute_columns
 from kvmap.transfer.columns import Columns
 
@@ -104,18 +104,17 @@ def attention_received(handed: Handed) -> Tensor:
     context = handed.columns.context
     n_columns, tail = context.n_columns, slice(context.n_columns, None)
     real = context.mask[:, tail]
-    # a held-back token sees all real columns up to its own
-    upto = torch.arange(context.mask.shape[1], device=real.device) <= torch.arange(
-        n_columns, context.mask.shape[1], device=real.device
-    ).unsqueeze(1)
-    visible = upto & context.mask.unsqueeze(1)
+    layers = handed.target.geometry.layers
+    held_back = torch.arange(n_columns, context.mask.shape[1], device=real.device)
+    visible = {w: visible_columns(context.mask, held_back, w) for w in {layer.window for layer in layers}}
     received = torch.zeros(real.shape[0], n_columns, device=real.device)
 
     def on_layer(
         layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
     ) -> None:
         scores = attention_scores(query.float(), key.float(), scaling, softcap)
-        weights = attention_weights(scores, visible.to(scores.device)).sum((1, 2))
+        seen = visible[layers[layer].window]
+        weights = attention_weights(scores, seen.to(scores.device)).sum((1, 2))
         counted = weights.masked_fill(~real.to(scores.device).unsqueeze(2), 0.0).sum(1)
         received.add_(counted[:, :n_columns].to(received.device))
 
