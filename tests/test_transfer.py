@@ -28,7 +28,6 @@ from kvmap.mappers import (
 )
 from kvmap.models.cache import KVCache, cache_argument
 from kvmap.models.capture import prefill
-from kvmap.models.geometry import UnsupportedModel
 from kvmap.models.pair import LoadedModel
 from kvmap.models.rope import Rotation
 from kvmap.transfer import (
@@ -41,7 +40,7 @@ from kvmap.transfer import (
     score_continuations,
     transfer,
 )
-from tests.tiny_random_models import FAMILIES, ORIGINAL_MAX, WINDOW, YARN, build, left_padding, random_ids
+from tests.tiny_random_models import FAMILIES, ORIGINAL_MAX, YARN, build, left_padding, random_ids
 
 # float32 logits of size 1 to 15, computed with other batch shapes
 SAME = {"rtol": 0, "atol": 1e-4}
@@ -672,10 +671,3 @@ def test_calibration_views_are_what_each_strategy_fits() -> None:
     view, _ = calibration_view(kv, kv, "coupled")
     assert view.stripped
     assert torch.equal(view.keys[1], kv.keys[1])
-
-
-def test_a_context_longer_than_a_window_is_refused() -> None:
-    loaded = LoadedModel.from_model(FAMILIES["mistral_sliding"]())
-    ids = random_ids(1, WINDOW + 1)
-    with pytest.raises(UnsupportedModel, match=f"window of {WINDOW}"):
-        native(loaded, ids)

@@ -11,7 +11,12 @@ from torch.nn.functional import cosine_similarity
 from kvmap.diagnostics.concentration import key_concentration, value_concentration
 from kvmap.diagnostics.sums import TextSums
 from kvmap.diagnostics.token_groups import N_KINDS
-from kvmap.models.queries import attention_outputs, attention_scores, attention_weights
+from kvmap.models.queries import (
+    attention_outputs,
+    attention_scores,
+    attention_weights,
+    visible_columns,
+)
 
 Row: TypeAlias = dict[str, Any]
 KeyValue: TypeAlias = tuple[Tensor, Tensor]
@@ -27,6 +32,7 @@ def attention_sums(
     scaling: float,
     softcap: float | None,
     query_block: int,
+    window: int | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """One layer's attention on the target's own cache and on the mapped one (METHOD: measures; [H] §5).
 
@@ -46,6 +52,7 @@ def attention_sums(
         groups: (counted tokens, n_groups) float64, see `membership`.
         scaling, softcap: of the scores.
         query_block: queries at a time.
+        window: of the layer, `LayerGeometry.window`.
 
     Returns:
         `cosine` (n_groups, n_heads), `sink_mass` and `sink_mass_mapped` (n_heads,): sums over the counted
@@ -62,7 +69,7 @@ def attention_sums(
     for start in range(0, n, query_block):
         stop = min(start + query_block, n)
         kept = counted[:, start:stop]
-        visible = mask[:, None, :stop] & (columns[:stop] <= columns[start:stop, None])
+        visible = visible_columns(mask[:, :stop], columns[start:stop], window)
         q = query[:, :, start:stop].float()
         outputs = []
         for number, (key, value) in enumerate(caches):

@@ -132,7 +132,8 @@ class _Pass:
         mapped = handed.kv.slice_tokens(0, batch.ids.shape[1] - 1)
         kinds = self.kinds.of(batch.ids, positions_from_mask(batch.mask))
         turned = self._turned(read.whole, batch, handed)
-        judge = _Judge(mapped, kinds[:, :-1], turned, self.options, self.query_block, sums)
+        windows = [layer.window for layer in self.target.geometry.layers]
+        judge = _Judge(mapped, kinds[:, :-1], turned, self.options, self.query_block, windows, sums)
         with keep_hidden_states(self.target) as states:
             read_queries(self.target, batch.ids, batch.mask, judge)
         predict = self._second_half if batch.halved else self._last_token
@@ -140,7 +141,8 @@ class _Pass:
             sums.predicted.append(predicted)
 
     def _hand_over(self, source_kv: KVCache, ids: Tensor, mask: Tensor, options: TransferOptions) -> HandOff:
-        return transfer(source_kv, self.mapper, self.target, ids, mask, **asdict(options))
+        # every column is judged, also those of windowed layers that no later token sees
+        return transfer(source_kv, self.mapper, self.target, ids, mask, every_column=True, **asdict(options))
 
     def _turned(self, source_kv: KVCache, batch: TextBatch, handed: HandOff) -> Tensor:
         """(batch, columns) bool: which columns' keys carry the target's rotation.
@@ -206,9 +208,10 @@ class _Judge:
         turned: Tensor,
         options: TransferOptions,
         query_block: int,
+        windows: Sequence[int | None],
         sums: TextSums,
     ) -> None:
-        self.mapped, self.turned, self.sums = mapped, turned, sums
+        self.mapped, self.turned, self.windows, self.sums = mapped, turned, windows, sums
         self.rope, self.query_block = options.rope, query_block
         self.counted = mapped.mask & (mapped.positions >= options.native_head)
         bins = sums.n_groups - N_KINDS
@@ -225,7 +228,16 @@ class _Judge:
         own = key[:, :, :n].float(), value[:, :, :n].float()
         found = tuple(part[layer].to(device).float() for part in (self.mapped.keys, self.mapped.values))
         sums, squares = attention_sums(
-            query, own, (found[0], found[1]), mask, counted, groups, scaling, softcap, self.query_block
+            query,
+            own,
+            (found[0], found[1]),
+            mask,
+            counted,
+            groups,
+            scaling,
+            softcap,
+            self.query_block,
+            self.windows[layer],
         )
         rotations = self.mapped.rotations
         error, true = key_view(

@@ -244,6 +244,7 @@ def _transferred(
         batch.input_ids,
         batch.attention_mask,
         own_kind=ORACLES.get(arm),
+        every_column=True,  # what is handed on may be mapped again
         **asdict(options),
     )
     if hand_off.n_clamped:

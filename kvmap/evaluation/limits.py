@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from kvmap.models.geometry import Geometry
 from kvmap.models.pair import ModelPair
 
 
 def context_limit(pair: ModelPair) -> int:
-    """Tokens of context and continuation together: positions and windows of both models; reads no weights."""
-    return min(_limit(pair.source_geometry), _limit(pair.target_geometry))
+    """Tokens of context and continuation together: the positions of both models; reads no weights.
 
-
-def _limit(geometry: Geometry) -> int:
-    windows = [layer.window for layer in geometry.layers if layer.window is not None]
-    return min([geometry.max_positions, *windows])
+    Windows set no limit: a windowed layer sees the last tokens of a longer context, as it does natively.
+    """
+    return min(pair.source_geometry.max_positions, pair.target_geometry.max_positions)

@@ -17,7 +17,7 @@ from kvmap.errors import KvmapError
 from kvmap.fit.features import KINDS, CacheShape
 from kvmap.models.cache import KVCache
 from kvmap.models.loaded import LoadedModel
-from kvmap.models.queries import attention_scores, attention_weights, read_queries
+from kvmap.models.queries import attention_scores, attention_weights, read_queries, visible_columns
 
 N_BOUNDARIES = 32
 # Below this part of ‖v‖² + ‖o‖² a squared distance is rounding of float64 sums.
@@ -64,11 +64,13 @@ def layer_sensitivity(
     *,
     softcap: float | None = None,
     boundaries: int | Sequence[int] = N_BOUNDARIES,
+    window: int | None = None,
 ) -> dict[str, Tensor]:
     """Raw row weights r of one layer ([C]).
 
-    For a boundary b in B, the query u is the b-th real token, which sees the real tokens 1…b; every query
-    head of the group that shares a KV head counts. With s = scaling·q·k, a = softmax(s), o = Σ a_i v_i::
+    For a boundary b in B, the query u is the b-th real token, which sees the real tokens 1…b, in a layer with
+    a window the last of them alone; every query head of the group that shares a KV head counts. With
+    s = scaling·q·k, a = softmax(s), o = Σ a_i v_i::
 
         m_i^V(b) = Σ_u a_ui²
         m_i^K(b) = Σ_u a_ui² ‖v_i − o_u‖² ‖q_u‖² scaling²        (u: heads of the group, at b)
@@ -91,6 +93,7 @@ def layer_sensitivity(
         rows: (batch, tokens) bool, the columns that count for the fit; None: all real ones.
         boundaries: how many lengths of `prefix_boundaries`, of each row's own length; or the lengths
             themselves, of which a shorter row takes those it has.
+        window: of the layer, `LayerGeometry.window`.
 
     Returns:
         By kind, (batch, n_kv_heads, tokens) float32 with mean 1 over the rows of a sequence, 0 elsewhere.
@@ -104,7 +107,7 @@ def layer_sensitivity(
     index = columns[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[-1])
     q, v = query.gather(2, index).double(), value.double()
     scores = attention_scores(q, key.double(), scaling, softcap)
-    visible = mask[:, None] & (torch.arange(mask.shape[1], device=mask.device) <= columns[..., None])
+    visible = visible_columns(mask, columns, window)
     weights = attention_weights(scores, visible)
     moved = _squared_distances(weights, v)
     squared = weights.square_()
@@ -120,11 +123,15 @@ class SensitivityReader:
     """An `OnLayer` that weighs each layer's rows and keeps the weights alone, on the CPU."""
 
     def __init__(
-        self, mask: Tensor, rows: Tensor | None = None, boundaries: int | Sequence[int] = N_BOUNDARIES
+        self,
+        mask: Tensor,
+        rows: Tensor | None = None,
+        boundaries: int | Sequence[int] = N_BOUNDARIES,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
-        """Args: see `layer_sensitivity`."""
+        """Args: see `layer_sensitivity`; `windows` are those of all layers, None where none has one."""
         self.weights: RowWeights = {}
-        self._mask, self._rows, self._boundaries = mask, rows, boundaries
+        self._mask, self._rows, self._boundaries, self._windows = mask, rows, boundaries, windows
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None, /
@@ -139,6 +146,7 @@ class SensitivityReader:
             self._rows,
             softcap=softcap,
             boundaries=self._boundaries,
+            window=None if self._windows is None else self._windows[layer],
         )
         for kind, weights in found.items():
             self.weights[kind, layer] = weights.cpu()
@@ -163,7 +171,8 @@ def read_sensitivity(
         The cache, and the raw weights r by kind and layer.
     """
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    reader = SensitivityReader(mask.bool(), rows, boundaries)
+    windows = [layer.window for layer in loaded.geometry.layers]
+    reader = SensitivityReader(mask.bool(), rows, boundaries, windows)
     kv = read_queries(loaded, input_ids, attention_mask, reader)
     return kv, reader.weights
 

@@ -99,9 +99,11 @@ _LATENT = "it caches a compressed latent (multi-head latent attention) instead o
 _LEARNED = "it knows positions from learned position embeddings, which cannot be taken off the cached keys"
 _ALIBI = "it knows positions from ALiBi biases; kvmap serves rotary models only"
 _SINKS = (
-    "it adds learned sink logits to the attention, and every other layer sees 128 tokens only: the rotation "
-    "check made at loading does not hold for it, and contexts worth transferring exceed the window"
+    "it adds learned sink logits to the attention, so the rotation check made at loading does not hold for "
+    "it, and queries and keys alone do not give its attention weights"
 )
+_THREE_POSITIONS = "it gives each token three positions (time, height, width), and kvmap hands over one"
+_CROSS = "some of its layers attend to the image instead of the text, and hold no key and value per token"
 
 #: model_type -> why it is refused
 REFUSED: Mapping[str, str] = {
@@ -155,6 +157,18 @@ REFUSED: Mapping[str, str] = {
     ),
     **dict.fromkeys(("biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm"), _LEARNED),
     **dict.fromkeys(("bloom", "mpt"), _ALIBI),
+    **dict.fromkeys(
+        (
+            "glm4v_moe_text",
+            "glm4v_text",
+            "qwen2_5_vl_text",
+            "qwen2_vl_text",
+            "qwen3_vl_moe_text",
+            "qwen3_vl_text",
+        ),
+        _THREE_POSITIONS,
+    ),
+    "mllama_text_model": _CROSS,
     "gpt_oss": _SINKS,
 }
 

@@ -32,6 +32,13 @@ class LayerGeometry:
     window: int | None
     rope_type: str | None
 
+    def seen_of(self, n_before: int) -> int:
+        """How many of the last of `n_before` tokens the next query sees, and with it all later ones.
+
+        A query sees the `window` tokens that end with itself. What lies before is never read again.
+        """
+        return n_before if self.window is None else min(n_before, self.window - 1)
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -61,22 +68,14 @@ class Geometry:
             2 * n_tokens * bytes_per_element * sum(layer.n_kv_heads * layer.head_dim for layer in self.layers)
         )
 
-    def check_length(self, n_tokens: int) -> None:
-        """Refuse a context that a windowed layer cannot see whole.
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The windows of the layers that have one, each once, the shortest first."""
+        return tuple(sorted({layer.window for layer in self.layers if layer.window is not None}))
 
-        Beyond its window a layer's cache keeps only the last tokens, and what it would have to hold is no
-        longer a function of every source token. Up to the window it is an ordinary layer.
-
-        Raises:
-            UnsupportedModel: naming the first layer whose window is shorter than `n_tokens`.
-        """
-        for index, layer in enumerate(self.layers):
-            if layer.window is not None and n_tokens > layer.window:
-                raise UnsupportedModel(
-                    f"{self.model_type}: layer {index} sees a window of {layer.window} tokens, but the "
-                    f"context has {n_tokens}; shorten it to {layer.window} tokens, or choose a model "
-                    "without sliding windows"
-                )
+    def seen_tokens(self, n_tokens: int) -> tuple[int, ...]:
+        """Of each layer, how many of a context's last tokens anything after it can see."""
+        return tuple(layer.seen_of(n_tokens) for layer in self.layers)
 
 
 def geometry_from_config(config: Any) -> Geometry:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvmap.models.families import FAMILIES
 from kvmap.models.geometry import Geometry
+from kvmap.models.quantisation import NONE, check_quantisation, quantisation_of
 
 BLOCK_BYTES = 64 * 1024
 BLOCKS_PER_FILE = 64
@@ -66,7 +67,8 @@ class ModelIdentity:
     Attributes:
         name: hub id, folder or given name; for people, never compared.
         weights: fingerprint of the weights, see `fingerprint_file` and `fingerprint_state`.
-        config: hash of the config without fields that change no output.
+        config: hash of the config without fields that change no output; behind `quantisation` and a colon
+            where weights are quantised.
         tokenizer: hash of the tokenizer's files or its serialised form; "none" without one.
         rope: hash of the rotation of every layer as configured.
         dtype: what the model computes in, such as "bfloat16".
@@ -79,6 +81,11 @@ class ModelIdentity:
     rope: str
     dtype: str
 
+    @property
+    def quantisation(self) -> str:
+        """How its weights are stored and computed with, see `kvmap.models.quantisation`; "none" if plain."""
+        return self.config.rpartition(":")[0] or NONE
+
     def mismatches(self, other: ModelIdentity) -> list[str]:
         """One line for each part in which `other` is a different model; the name does not count."""
         lines = []
@@ -87,6 +94,11 @@ class ModelIdentity:
             if field.name != "name" and mine != theirs:
                 lines.append(f"{field.name}: {mine[:16]} of {self.name} is not {theirs[:16]} of {other.name}")
         return lines
+
+
+def _with_quantisation(config_part: str, quantisation: str) -> str:
+    """Plain models keep the bare hash."""
+    return config_part if quantisation == NONE else f"{quantisation}:{config_part}"
 
 
 def _hash_json(content: Any) -> str:
@@ -201,8 +213,12 @@ def identity_of_files(
     """The identity of a model that lies in files, without loading weights.
 
     A GGUF file carries config and tokenizer in its head: for these the head's hash stands.
+
+    Raises:
+        UnsupportedModel: weights whose quantisation nothing says, see `check_quantisation`.
     """
     if gguf_file is None:
+        check_quantisation(config, name, weights)
         config_part = config_hash(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         tokenizer_part = tokenizer_files_hash(folder)
     else:
@@ -211,7 +227,9 @@ def identity_of_files(
     return ModelIdentity(
         name=name,
         weights=fingerprint_files(weights),
-        config=config_part,
+        config=_with_quantisation(
+            config_part, quantisation_of(config, folder / gguf_file if gguf_file else None)
+        ),
         tokenizer=tokenizer_part,
         rope=rope_hash(config, geometry),
         dtype=dtype,
@@ -223,7 +241,7 @@ def identity_in_memory(name: str, model: Any, tokenizer: Any, geometry: Geometry
     return ModelIdentity(
         name=name,
         weights=fingerprint_state(model.state_dict()),
-        config=config_hash(model.config.to_dict()),
+        config=_with_quantisation(config_hash(model.config.to_dict()), quantisation_of(model.config)),
         tokenizer=tokenizer_hash(tokenizer),
         rope=rope_hash(model.config, geometry),
         dtype=str(model.dtype).removeprefix("torch."),

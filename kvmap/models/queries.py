@@ -49,9 +49,8 @@ def read_queries(
 ) -> KVCache:
     """Read contexts as `prefill` does, and show each layer's queries, keys and values while they are there.
 
-    Every query sees the real columns up to its own: `prefill` refuses contexts longer than a window, so that
-    windowed layers see what the others see. One layer's queries exist at a time; keys and values are the
-    cache's.
+    What each query sees is `visible_columns`, with the window of its layer. One layer's queries exist at a
+    time; keys and values are the cache's, of all columns.
 
     Args:
         loaded: the model.
@@ -98,6 +97,24 @@ def observe_attention(loaded: LoadedModel, on_layer: OnLayer) -> Iterator[None]:
             config._attn_implementation = own[key]
         _OBSERVER.reset(token)
     observer.check_complete(loaded.geometry.n_layers)
+
+
+def visible_columns(mask: Tensor, queries: Tensor, window: int | None) -> Tensor:
+    """Which columns each query sees: real ones up to its own, and of these the last `window`.
+
+    Args:
+        mask: (batch, columns) bool, real tokens side by side; padding before or after them.
+        queries: (n,) or (batch, n) int64, the column each query stands in.
+        window: of the layer (`LayerGeometry.window`), the query's own column included; None: no bound.
+
+    Returns:
+        (batch, n, columns) bool.
+    """
+    columns, own = torch.arange(mask.shape[1], device=mask.device), queries.to(mask.device).unsqueeze(-1)
+    seen = columns <= own
+    if window is not None:
+        seen = seen & (columns > own - window)
+    return mask.unsqueeze(1) & seen
 
 
 def attention_scores(query: Tensor, key: Tensor, scaling: float, softcap: float | None = None) -> Tensor:

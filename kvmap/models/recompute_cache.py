@@ -50,8 +50,7 @@ def recompute_columns(
         The cache, its other columns untouched; `exact`, `owner` and `mixed` are as they were.
 
     Raises:
-        UnsupportedModel: an attention implementation that takes no mask, or a windowed layer that cannot see
-            the longest context whole.
+        UnsupportedModel: an attention implementation that takes no mask.
         InvalidCache: columns that are chosen and are pads, or shapes that do not fit the cache.
     """
     _check(loaded, input_ids, kv, chosen)
@@ -83,7 +82,7 @@ def _run(
     cache = overwriting_cache(kv, columns, kept)
     loaded.body(
         input_ids=ids,
-        attention_mask=_additive_mask(kv, positions, loaded.dtype),
+        attention_mask=_masks(loaded, kv, positions),
         position_ids=positions,
         use_cache=True,
         **{cache_argument(loaded.body): cache},
@@ -97,12 +96,27 @@ def _by_length(loaded: LoadedModel) -> bool:
     return any(layer.rope_type in ("dynamic", "longrope") for layer in loaded.geometry.layers)
 
 
-def _additive_mask(kv: KVCache, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """(batch, 1, n, columns): 0 where a query at `positions` (batch, n) sees a column, else the least number.
+def _masks(loaded: LoadedModel, kv: KVCache, positions: Tensor) -> Tensor | dict[str, Tensor]:
+    """Who sees whom in every layer: one mask, or one for each type where windowed layers see less.
 
-    One for all layers: contexts are no longer than a window, so that windowed layers see what others see.
+    Families with windows in some layers take a mask by `layer_types`; in the others all layers are alike.
     """
-    seen = kv.mask.unsqueeze(1) & (kv.positions.unsqueeze(1) <= positions.unsqueeze(2))
+    masks = {
+        window: _additive_mask(kv, positions, loaded.dtype, window)
+        for window in {layer.window for layer in loaded.geometry.layers}
+    }
+    if len(masks) == 1:
+        return next(iter(masks.values()))
+    (window,) = loaded.geometry.windows
+    return {"full_attention": masks[None], "sliding_attention": masks[window]}
+
+
+def _additive_mask(kv: KVCache, positions: Tensor, dtype: torch.dtype, window: int | None) -> Tensor:
+    """(batch, 1, n, columns): 0 where a query at `positions` (batch, n) sees a column, else the least."""
+    own, columns = positions.unsqueeze(2), kv.positions.unsqueeze(1)
+    seen = kv.mask.unsqueeze(1) & (columns <= own)
+    if window is not None:
+        seen &= columns > own - window
     mask = torch.zeros(seen.shape, dtype=dtype, device=positions.device)
     return mask.masked_fill(~seen, torch.finfo(dtype).min).unsqueeze(1)
 
@@ -118,8 +132,6 @@ def _check(loaded: LoadedModel, input_ids: Tensor, kv: KVCache, chosen: Tensor) 
     wanted = [(layer.n_kv_heads, layer.head_dim) for layer in loaded.geometry.layers]
     if kv.stripped or [(key.shape[1], key.shape[3]) for key in kv.keys] != wanted:
         raise InvalidCache(f"the cache holds stripped keys, or not the layers of {loaded.identity.name}")
-    spans = kv.mask.shape[1] - kv.mask.long().argmax(-1)
-    loaded.geometry.check_length(int(spans.max()))
     attention = loaded.text_config._attn_implementation or "eager"
     if not attention.endswith(MASKED_ATTENTIONS):
         raise UnsupportedModel(

@@ -64,8 +64,9 @@ def test_a_spilled_part_comes_back_as_it_was_and_leaves_no_file(pair, tmp_path, 
     assert not list((tmp_path / "0").iterdir())
 
 
-def test_the_limit_is_the_shortest_of_positions_and_windows():
+def test_the_limit_is_the_fewer_positions_whatever_the_windows():
     llama = LoadedModel.from_model(build("llama", max_position_embeddings=200))
     sliding = LoadedModel.from_model(build("mistral_sliding", max_position_embeddings=300))
     assert context_limit(ModelPair(llama, llama)) == 200
-    assert context_limit(ModelPair(llama, sliding)) == WINDOW
+    assert context_limit(ModelPair(llama, sliding)) == 200
+    assert context_limit(ModelPair(sliding, sliding)) == 300 > WINDOW

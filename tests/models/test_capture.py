@@ -9,9 +9,8 @@ import torch
 
 from kvmap.models.cache import InvalidCache, KVCache
 from kvmap.models.capture import CacheMismatch, forward, positions_from_mask, prefill
-from kvmap.models.geometry import UnsupportedModel
 from kvmap.models.loaded import LoadedModel
-from tests.tiny_random_models import FAMILIES, ORIGINAL_MAX, WINDOW, left_padding, random_ids
+from tests.tiny_random_models import FAMILIES, ORIGINAL_MAX, left_padding, random_ids
 
 # Families whose masks, positions or biases are made in different ways.
 some_families = pytest.mark.parametrize(
@@ -139,37 +138,6 @@ def test_the_cache_given_is_read_not_recomputed():
     kv = prefill(loaded, ids[:, :10])
     zeroed = dataclasses.replace(kv, values=tuple(torch.zeros_like(value) for value in kv.values))
     assert (forward(loaded, ids[:, 10:], kv)[0] - forward(loaded, ids[:, 10:], zeroed)[0]).abs().max() > 1e-2
-
-
-def test_the_window_is_exact_up_to_its_length_and_refused_beyond():
-    loaded = load("gemma3", n_layers=4)
-    ids = random_ids(1, WINDOW + 1)
-    with torch.no_grad():
-        full = loaded.model(ids[:, :WINDOW]).logits
-    kv = prefill(loaded, ids[:, : WINDOW - 3])
-    logits, grown = forward(loaded, ids[:, WINDOW - 3 : WINDOW], kv)
-    assert (logits - full[:, -3:]).abs().max() <= 1e-4
-    for attempt in (lambda: prefill(loaded, ids), lambda: forward(loaded, ids[:, WINDOW:], grown)):
-        with pytest.raises(
-            UnsupportedModel, match=f"layer 0 sees a window of {WINDOW}.*context has {WINDOW + 1}"
-        ):
-            attempt()
-
-
-def test_padding_does_not_count_towards_the_window():
-    loaded = load("mistral_sliding")
-    ids = random_ids(2, WINDOW + 4)
-    mask = torch.ones_like(ids)
-    mask[:, :4] = 0
-    assert prefill(loaded, ids, mask).n_tokens == WINDOW + 4
-
-
-def test_padding_between_real_tokens_counts_towards_the_window():
-    loaded = load("mistral_sliding")
-    kv = prefill(loaded, random_ids(2, WINDOW - 4))
-    _, grown = forward(loaded, random_ids(2, 4), kv, torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0]]))
-    with pytest.raises(UnsupportedModel, match=f"context has {WINDOW + 1}"):
-        forward(loaded, random_ids(2, 1), grown)
 
 
 def test_another_models_cache_is_refused_naming_what_differs():

@@ -89,12 +89,9 @@ def test_bidirectional_attention_is_refused():
 def test_windows_are_read_layer_by_layer(name, windows):
     geometry = geometry_from_config(build_config(name))
     assert [layer.window for layer in geometry.layers] == windows
-    geometry.check_length(WINDOW)
-    if any(windows):
-        with pytest.raises(UnsupportedModel, match="window"):
-            geometry.check_length(WINDOW + 1)
-    else:
-        geometry.check_length(10**6)
+    assert geometry.windows == ((WINDOW,) if any(windows) else ())
+    assert geometry.seen_tokens(10) == (10, 10)
+    assert geometry.seen_tokens(500) == tuple(WINDOW - 1 if window else 500 for window in windows)
 
 
 def test_the_published_geometry_of_llama_3_1_70b():
