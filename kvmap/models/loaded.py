@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from kvmap.models.alignment import Alignment
 from kvmap.models.families import FAMILIES, Family
 from kvmap.models.geometry import Geometry, geometry_from_config
 from kvmap.models.identity import ModelIdentity, identity_in_memory
+from kvmap.models.placement import execution_device
 from kvmap.models.rope import Rotation
 from kvmap.models.rotary import prepare_rotary, read_rotations
 from kvmap.models.spec import ModelSpec
@@ -29,6 +31,8 @@ class LoadedModel:
         geometry: the shape of its KV cache.
         identity: which model it is.
         spec: where it was loaded from; None for a model made in memory.
+        alignment: of a source that is given the ids of a target with another tokenizer; its prefills read
+            the text of these ids, and come out over the target's columns. None: it is given its own ids.
     """
 
     model: PreTrainedModel
@@ -36,6 +40,7 @@ class LoadedModel:
     geometry: Geometry
     identity: ModelIdentity
     spec: ModelSpec | None = None
+    alignment: Alignment | None = None
     body: nn.Module = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +63,7 @@ class LoadedModel:
     @property
     def device(self) -> torch.device:
         """Where its inputs go."""
-        return self.model.device
+        return execution_device(self.body)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,9 +82,12 @@ class LoadedModel:
 
     @property
     def layer_devices(self) -> tuple[torch.device, ...]:
-        """The device of every decoder layer; they differ under a device map."""
+        """The device that every decoder layer computes on; they differ under a device map.
+
+        Weights that are offloaded rest elsewhere: what a layer caches never lies there.
+        """
         layers: Any = self.body.layers
-        return tuple(next(layer.parameters()).device for layer in layers)
+        return tuple(execution_device(layer) for layer in layers)
 
     def rotations(self, n_tokens: int) -> tuple[Rotation | None, ...]:
         """The rotation of every layer that the model itself uses for a prefill of `n_tokens`.

@@ -1,12 +1,15 @@
-"""A source and a target model that share a tokenizer, loaded when first needed."""
+"""A source and a target model, of one tokenizer or aligned, loaded when first needed."""
 
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
+from kvmap.errors import UnknownName
+from kvmap.models.alignment import ALIGNMENT_RULES, Alignment, AlignmentError
 from kvmap.models.geometry import Geometry
 from kvmap.models.identity import ModelIdentity
 from kvmap.models.load import load_config, load_model, load_tokenizer, read_geometry, read_identity
@@ -31,6 +34,8 @@ __all__ = [
 
 Side = Literal["source", "target"]
 
+ALIGNMENTS = ("refuse", "spans")
+
 
 class ModelPair:
     """The two models of a transfer.
@@ -39,10 +44,31 @@ class ModelPair:
     `source` or `target` and given up by `release`, so that a machine need not hold both at once.
     """
 
-    def __init__(self, source: ModelSpec | LoadedModel, target: ModelSpec | LoadedModel) -> None:
-        """Args: either side as a spec to load, or as a model in memory (which `release` leaves to its
-        owner).
+    def __init__(
+        self,
+        source: ModelSpec | LoadedModel,
+        target: ModelSpec | LoadedModel,
+        *,
+        alignment: str = "refuse",
+        alignment_rule: str = "last",
+    ) -> None:
+        """Two models.
+
+        Args:
+            source, target: a spec to load, or a model in memory (which `release` leaves to its owner).
+            alignment: what becomes of two different tokenizers. "refuse": an error. "spans", experimental:
+                the source is given the target's ids, and reads their text with its own tokenizer.
+            alignment_rule: which source tokens a target token takes, see `kvmap.models.alignment`.
+
+        Raises:
+            UnknownName: another alignment or rule.
         """
+        if alignment not in ALIGNMENTS:
+            raise UnknownName("alignment", alignment, ALIGNMENTS)
+        if alignment_rule not in ALIGNMENT_RULES:
+            raise UnknownName("alignment rule", alignment_rule, ALIGNMENT_RULES)
+        self._wanted = (alignment, alignment_rule)
+        self._aligned: Alignment | None = None
         self._given: dict[Side, ModelSpec | LoadedModel] = {"source": source, "target": target}
         self._loaded: dict[Side, LoadedModel] = {}
         self._tokenizers: dict[Side, Any] = {}
@@ -82,7 +108,10 @@ class ModelPair:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of both; the target's object. None if neither in-memory model was given one."""
+        """The tokenizer of all ids: of both models, or of aligned ones the target's.
+
+        None if neither in-memory model was given one.
+        """
         tokenizer = self._tokenizer("target")
         return self._tokenizer("source") if tokenizer is None else tokenizer
 
@@ -92,16 +121,36 @@ class ModelPair:
         Raises:
             ModelNotFound: if files cannot be had.
             UnsupportedModel: naming model type, layer and reason.
-            TokenizerMismatch: naming the first difference.
+            TokenizerMismatch: naming the first difference, where different tokenizers are to be refused.
+            AlignmentError: tokenizers that cannot be aligned.
         """
         if self._checked:
             return
         self._geometry("source")
         self._geometry("target")
         source, target = self._tokenizer("source"), self._tokenizer("target")
+        alignment, rule = self._wanted
         if source is not None and target is not None:
-            check_tokenizers(source, target)
+            try:
+                check_tokenizers(source, target)
+            except TokenizerMismatch:
+                if alignment == "refuse":
+                    raise
+                self._aligned = Alignment(source, target, rule)
+        elif alignment != "refuse":
+            raise AlignmentError(
+                f"pair.alignment={alignment} needs both tokenizers, and a model in memory was given none: "
+                "LoadedModel.from_model(model, tokenizer)"
+            )
         self._checked = True
+
+    @property
+    def alignment(self) -> Alignment | None:
+        """How the source reads the target's ids; None where both read the same. Reads no weights."""
+        if self._wanted[0] == "refuse":
+            return None
+        self.check()
+        return self._aligned
 
     def release(self, side: Side) -> None:
         """Give up the weights of one side; the next use loads them again. A model given in memory stays."""
@@ -114,14 +163,20 @@ class ModelPair:
     def _load(self, side: Side) -> LoadedModel:
         given = self._given[side]
         if isinstance(given, LoadedModel):
-            return given
+            return given if self._wanted[0] == "refuse" else self._as_read(side, given)
         self.check()
         if side not in self._loaded:
             other: Side = "target" if side == "source" else "source"
             # one spec on both sides, as in the identity oracle, is one model in memory
             shared = self._loaded.get(other) if self._given[other] == given else None
-            self._loaded[side] = shared if shared is not None else load_model(given)
+            loaded = shared if shared is not None else load_model(given)
+            self._loaded[side] = self._as_read(side, loaded)
         return self._loaded[side]
+
+    def _as_read(self, side: Side, model: LoadedModel) -> LoadedModel:
+        """The model, told of the ids it will be given where these are another tokenizer's."""
+        aligned = self.alignment
+        return model if side == "target" or aligned is None else replace(model, alignment=aligned)
 
     def _identity(self, side: Side) -> ModelIdentity:
         given = self._given[side]

@@ -67,7 +67,8 @@ def check_tokenizers(source: Any, target: Any) -> None:
 def _message(difference: str) -> str:
     return (
         f"the tokenizers differ: {difference}. A cache can be transferred only between models that read the "
-        "same ids; choose two models of one tokenizer"
+        "same ids; choose two models of one tokenizer, or set pair.alignment=spans, which is experimental "
+        "(docs/other_tokenizers.md)"
     )
 
 
