@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +10,15 @@ from pathlib import Path
 from torch import Tensor
 
 from kvmap.errors import KvmapError
-from kvmap.fit.captures import CapturedBatch
+from kvmap.fit.captures import CapturedBatch, Stream
 from kvmap.fit.features import Layout
 from kvmap.fit.moments import PRODUCT_DTYPES
 from kvmap.fit.outliers import OutlierRows
 from kvmap.fit.pair_moments import PairMoments, RowWeights, TableSpec, calibration_rows
+from kvmap.fit.spill import Spill, SplitBatch, spilled_stream, split_batches
 from kvmap.fit.view import calibration_view
 from kvmap.models.capture import prefill
 from kvmap.models.pair import ModelPair
-from kvmap.models.storage import load_kv, save_kv
 from kvmap.progress import track
 
 
@@ -44,9 +43,6 @@ class CalibrationOptions:
     budget_bytes: int | None = None
 
 
-Stream = Generator[CapturedBatch, None, None]
-
-
 def accumulate_moments(
     stream: Stream,
     layout: Layout,
@@ -56,6 +52,7 @@ def accumulate_moments(
     outliers: OutlierRows | None = None,
     *,
     is_part: bool = False,
+    onto: PairMoments | None = None,
 ) -> PairMoments:
     """Moments over a stream of captured batches ([H] section 3; METHOD: one pass, every answer).
 
@@ -67,6 +64,7 @@ def accumulate_moments(
         weigh: row weights of a batch, given the rows that count; for tables that take them.
         outliers: what becomes of outlier tokens' rows, without rows as yet; it is filled on the way.
         is_part: others are to be merged with this one, so outliers are not settled: that comes after.
+        onto: moments of the same tables, which are added to; None: of no rows.
 
     Returns:
         Float64 moments on the CPU.
@@ -75,14 +73,17 @@ def accumulate_moments(
         MemoryBudgetExceeded: tables over the budget.
         MomentsError: a value that is not finite.
     """
-    moments = PairMoments.zeros(
-        layout,
-        tables,
-        device=options.device,
-        product_dtype=PRODUCT_DTYPES[options.product_dtype],
-        budget_bytes=options.budget_bytes,
-    )
-    # closed here: an error's traceback would keep the generator alive, and with it what it spilled
+    if onto is not None:
+        moments = onto.to(options.device)
+    else:
+        moments = PairMoments.zeros(
+            layout,
+            tables,
+            device=options.device,
+            product_dtype=PRODUCT_DTYPES[options.product_dtype],
+            budget_bytes=options.budget_bytes,
+        )
+    # closed here: an error's traceback would keep the generator alive, and with it what it reads
     with closing(stream):
         for batch in stream:
             source, target = calibration_view(batch.source, batch.target, options.rope)
@@ -107,8 +108,8 @@ def live_stream(
     splits: Mapping[str, Sequence[int]],
     *,
     batch_size: int,
-    sequential: bool,
-    spill_folder: Path,
+    sequential: bool = False,
+    spill_folder: Path | None = None,
 ) -> Stream:
     """Both models read the sequences of all splits; each batch is had once and not kept.
 
@@ -117,52 +118,24 @@ def live_stream(
         input_ids: (n_sequences, tokens) int64, no padding.
         splits: sequence numbers by split, `fit` and `held_out`.
         batch_size: sequences per forward pass.
-        sequential: never hold both models in memory; the source's caches wait on disk in between.
-        spill_folder: where they wait; removed afterwards.
+        sequential: never hold both models in memory; the caches wait on disk in between.
+        spill_folder: where they wait, of a sequential one; removed afterwards. If a model fails it stays, and
+            the next stream of the same batches goes on with it.
 
     Raises:
-        KvmapError: a split without sequences.
+        KvmapError: a split without sequences, or a sequential stream without a folder.
     """
-    for split, indices in splits.items():
-        if not indices:
-            raise KvmapError(f"the {split} split holds no sequence: raise calibration.n_sequences")
-    batches = _batches(splits, batch_size)
-    captures = (
-        _spilled(pair, input_ids, batches, spill_folder) if sequential else _live(pair, input_ids, batches)
-    )
-    # closed with this generator, and with it the folder goes
-    with closing(captures):
-        yield from captures
+    batches = split_batches(splits, batch_size)
+    if sequential:
+        if spill_folder is None:
+            raise KvmapError("sequential=True keeps caches on disk in between: name a spill_folder")
+        yield from spilled_stream(pair, input_ids, batches, Spill(spill_folder))
+    else:
+        yield from _live(pair, input_ids, batches)
 
 
-_Batch = tuple[str, tuple[int, ...]]
-
-
-def _batches(splits: Mapping[str, Sequence[int]], batch_size: int) -> list[_Batch]:
-    return [
-        (split, tuple(indices[start : start + batch_size]))
-        for split, indices in splits.items()
-        for start in range(0, len(indices), batch_size)
-    ]
-
-
-def _live(pair: ModelPair, input_ids: Tensor, batches: Sequence[_Batch]) -> Stream:
+def _live(pair: ModelPair, input_ids: Tensor, batches: Sequence[SplitBatch]) -> Stream:
     """Caches straight from the models."""
     for split, numbers in track(batches, len(batches), "calibrate: both models read"):
         ids = input_ids[list(numbers)]
         yield CapturedBatch(split, numbers, prefill(pair.source, ids), prefill(pair.target, ids))
-
-
-def _spilled(pair: ModelPair, input_ids: Tensor, batches: Sequence[_Batch], folder: Path) -> Stream:
-    """Source caches by way of the disk, so that the source can leave memory before the target comes."""
-    try:
-        pair.release("target")  # an earlier stage may have left it in memory
-        for number, (_, numbers) in enumerate(track(batches, len(batches), "calibrate: source reads")):
-            save_kv(prefill(pair.source, input_ids[list(numbers)]), folder / f"{number}.safetensors")
-        pair.release("source")
-        for number, (split, numbers) in enumerate(track(batches, len(batches), "calibrate: target reads")):
-            file = folder / f"{number}.safetensors"
-            yield CapturedBatch(split, numbers, load_kv(file), prefill(pair.target, input_ids[list(numbers)]))
-            file.unlink()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

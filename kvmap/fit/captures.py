@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvmap.files import link_or_copy, load_tensors, read_json, save_tensors, write_json
 from kvmap.fit.pair_moments import calibration_rows
+from kvmap.fit.reading import read_to_disk, remove_unfinished
 from kvmap.fit.sensitivity import N_BOUNDARIES, read_sensitivity
 from kvmap.models.cache import KVCache
 from kvmap.models.capture import prefill
@@ -57,6 +58,9 @@ class CapturedBatch:
     sensitivity: Mapping[tuple[str, int], Tensor] | None = None
 
 
+Stream = Generator[CapturedBatch, None, None]
+
+
 @dataclass(frozen=True)
 class Captures:
     """A folder of caches: `{start}.source.safetensors`, `{start}.target.safetensors` for each batch.
@@ -78,7 +82,7 @@ class Captures:
         batches = tuple((int(start), int(stop)) for start, stop in record["batches"])
         return cls(folder, batches, bool(record["sensitivity"]))
 
-    def stream(self, splits: Mapping[str, Sequence[int]]) -> Generator[CapturedBatch, None, None]:
+    def stream(self, splits: Mapping[str, Sequence[int]]) -> Stream:
         """Every batch, its sequences apart by split; those in no split are left out."""
         for start, stop in track(self.batches, len(self.batches), "calibrate: captured caches"):
             wanted = {split: _members(numbers, start, stop) for split, numbers in splits.items()}
@@ -126,6 +130,8 @@ def capture(
     batches: Sequence[Batch] | None = None,
     sequential: bool = False,
     sensitivity: SensitivityOptions | None = None,
+    layerwise: bool | None = None,
+    resume: bool = False,
 ) -> Captures:
     """Let both models read the calibration sequences, and keep their caches.
 
@@ -136,7 +142,11 @@ def capture(
         batch_size: sequences per forward pass, and per file.
         batches: those to read, of `batches_of`; all where None.
         sequential: never hold both models in memory.
-        sensitivity: also take the target's attention-sensitivity weights; None: do not.
+        sensitivity: also take the target's attention-sensitivity weights; None: do not. The target is then
+            read batch by batch.
+        layerwise: whether models are read layer by layer, see `kvmap.models.layerwise`; None: those of whose
+            layers any is offloaded. Only beside `sequential`.
+        resume: what lies in the folder is of the same capture, cut short, and is not read again.
 
     Disk: the bytes of both caches over all tokens, in the models' dtypes.
     """
@@ -144,31 +154,62 @@ def capture(
     found = Captures(folder, batches, sensitivity is not None)
     (folder / RECORD).unlink(missing_ok=True)  # of an earlier capture, over whose files this one writes
 
-    def read(role: Side, start: int, stop: int) -> None:
-        ids = input_ids[start:stop]
-        if role == "source":
-            save_kv(prefill(pair.source, ids), found.path(start, role))
-        elif sensitivity is None:
-            save_kv(prefill(pair.target, ids), found.path(start, role))
-        else:
-            rows = calibration_rows(torch.ones_like(ids), sensitivity.native_head, sensitivity.token_stride)
-            kv, weights = read_sensitivity(pair.target, ids, None, rows, boundaries=sensitivity.n_boundaries)
-            save_kv(kv, found.path(start, role))
-            tensors = {f"{kind}.{layer}": tensor for (kind, layer), tensor in weights.items()}
-            save_tensors(found.path(start, "sensitivity"), tensors)
-
+    remove_unfinished(folder)
+    if not resume:
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
     if sequential:
-        pair.release("target")  # an earlier stage may have left it in memory
         for role in ROLES:
-            for start, stop in track(batches, len(batches), f"capture: {role} reads"):
-                read(role, start, stop)
-            pair.release(role)
+            _read_role(pair, role, input_ids, found, sensitivity, layerwise)
     else:
-        for start, stop in track(batches, len(batches), "capture: both models read"):
+        for batch in track(batches, len(batches), "capture: both models read"):
             for role in ROLES:
-                read(role, start, stop)
+                _read_batch(pair, role, input_ids, found, batch, sensitivity)
     _write_record(found)
     return found
+
+
+def _read_role(
+    pair: ModelPair,
+    role: Side,
+    input_ids: Tensor,
+    found: Captures,
+    sensitivity: SensitivityOptions | None,
+    layerwise: bool | None,
+) -> None:
+    """All batches of one model, which is in memory alone, and is not afterwards."""
+    if role == "source" or sensitivity is None:
+        ids = {str(start): input_ids[start:stop] for start, stop in found.batches}
+        paths = {str(start): found.path(start, role) for start, _ in found.batches}
+        read_to_disk(pair, role, ids, paths, found.folder / f"layers.{role}", layerwise=layerwise)
+        return
+    pair.release("source")
+    for batch in track(found.batches, len(found.batches), f"capture: {role} reads"):
+        _read_batch(pair, role, input_ids, found, batch, sensitivity)
+    pair.release(role)
+
+
+def _read_batch(
+    pair: ModelPair,
+    role: Side,
+    input_ids: Tensor,
+    found: Captures,
+    batch: Batch,
+    sensitivity: SensitivityOptions | None,
+) -> None:
+    """One batch of one model, unless its files are there."""
+    start, stop = batch
+    path, ids = found.path(start, role), input_ids[start:stop]
+    if path.is_file():
+        return
+    if role == "source" or sensitivity is None:
+        save_kv(prefill(pair.source if role == "source" else pair.target, ids), path)
+        return
+    rows = calibration_rows(torch.ones_like(ids), sensitivity.native_head, sensitivity.token_stride)
+    kv, weights = read_sensitivity(pair.target, ids, None, rows, boundaries=sensitivity.n_boundaries)
+    tensors = {f"{kind}.{layer}": tensor for (kind, layer), tensor in weights.items()}
+    save_tensors(found.path(start, "sensitivity"), tensors)
+    save_kv(kv, path)  # last: a batch whose cache is there is done
 
 
 def batches_of(n_sequences: int, batch_size: int) -> list[Batch]:

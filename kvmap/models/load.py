@@ -16,6 +16,7 @@ from kvmap.models.geometry import Geometry, UnsupportedModel, geometry_from_conf
 from kvmap.models.gguf_header import check_gguf_rotation
 from kvmap.models.identity import ModelIdentity, identity_of_files
 from kvmap.models.loaded import LoadedModel
+from kvmap.models.placement import expected_offload, placement_arguments
 from kvmap.models.spec import (
     InvalidSpec,
     ModelNotFound,
@@ -171,18 +172,20 @@ def _load_weights(spec: ModelSpec, config: Any, geometry: Geometry, dtype: str) 
     if attention == "sdpa" and FAMILIES[geometry.model_type].eager_only:
         attention = "eager"
     device = _device(spec) if spec.device_map is None else None
+    placement = placement_arguments(spec)
     try:
         # safetensors only: a pickled checkpoint executes what it likes
-        model, report = auto_class.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            device_map=spec.device_map,
-            attn_implementation=attention,
-            trust_remote_code=False,
-            use_safetensors=None if spec.gguf_file else True,
-            output_loading_info=True,
-            **_gguf(spec),
-        )
+        with expected_offload():
+            model, report = auto_class.from_pretrained(
+                folder,
+                dtype=getattr(torch, dtype),
+                **placement,
+                attn_implementation=attention,
+                trust_remote_code=False,
+                use_safetensors=None if spec.gguf_file else True,
+                output_loading_info=True,
+                **_gguf(spec),
+            )
     except (SafetensorError, *_UNREADABLE) as error:
         raise IncompleteWeights(_damaged(spec, folder, "weights", error)) from error
     except (ValueError, ImportError) as error:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvmap.errors import KvmapError
 
@@ -42,7 +44,13 @@ class ModelSpec:
         gguf_file: a GGUF file within the folder or repository, instead of safetensors.
         dtype: "auto" (what the checkpoint is in), "float32", "bfloat16" or "float16".
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", ...
-        device_map: accelerate's device map ("auto" spreads layers over GPUs), instead of `device`.
+        device_map: accelerate's device map instead of `device`: "auto", "balanced", "balanced_low_0" or
+            "sequential"; "disk", where all weights rest on disk and compute on the CPU; or module names and
+            their devices ({"model": 0, "lm_head": "cpu"}), none within another.
+        max_memory: what a named map may use of each device ({0: "20GiB", "cpu": "30GiB"}); what is left over
+            stays on disk. None: what accelerate finds free.
+        offload_folder: where weights go that a map leaves on disk and that do not lie in safetensors as they
+            are used (experts that transformers joins). None: such models are refused.
         attn_implementation: transformers' attention; families that have no sdpa get "eager" in its place.
     """
 
@@ -51,7 +59,9 @@ class ModelSpec:
     gguf_file: str | None = None
     dtype: str = "auto"
     device: str = "auto"
-    device_map: str | None = None
+    device_map: str | Mapping[str, Any] | None = field(default=None, hash=False)
+    max_memory: Mapping[int | str, int | str] | None = field(default=None, hash=False)
+    offload_folder: str | None = None
     attn_implementation: str | None = "sdpa"
 
     @property

@@ -212,7 +212,9 @@ class Filling:
         for layer in self.layers:
             n_skipped = self.skipped(layer)
             output = self._without_first([layer], n_skipped)
-            read = [[part[:, :, n_skipped:] for part in parts] for parts in features]
+            read = features  # the very tensors, by which a mapper knows what it has looked at already
+            if n_skipped:
+                read = tuple([part[:, :, n_skipped:] for part in parts] for parts in features)
             key, value = (part.to(self.target.device) for part in self.mapper.map_layer(layer, *read))
             turn = None if self.turned is None else self.turned[layer]
             key = apply_rotation(key, positions[:, n_skipped:], turn)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvmap.errors import KvmapError
-from kvmap.fit import calibrate
+from kvmap.fit import reading
 from kvmap.fit.calibrate import CalibrationOptions, Stream, accumulate_moments, live_stream
 from kvmap.fit.captures import CapturedBatch
 from kvmap.fit.features import KINDS, Block, Layout, Recipe, both, geometry_shape
@@ -264,50 +264,56 @@ def test_weights_are_asked_for_batch_by_batch_with_the_rows_that_count(pair, tmp
             torch.testing.assert_close(getattr(mine, name), getattr(theirs, name), rtol=1e-4, atol=2e-4)
 
 
-def failing_target(monkeypatch: pytest.MonkeyPatch, n_layers: int) -> None:
-    """Reading fails in the model that has so many layers."""
+def failing_model(monkeypatch: pytest.MonkeyPatch, n_layers: int, n_reads: int) -> None:
+    """Reading fails in the model that has so many layers, after some batches."""
+    done = []
 
     def read(loaded: LoadedModel, *args: object, **kwargs: object) -> object:
         if loaded.geometry.n_layers == n_layers:
-            raise RuntimeError("out of memory")
+            if len(done) == n_reads:
+                raise RuntimeError("out of memory")
+            done.append(1)
         return prefill(loaded, *args, **kwargs)
 
-    monkeypatch.setattr(calibrate, "prefill", read)
+    monkeypatch.setattr(reading, "prefill", read)
 
 
-@pytest.mark.parametrize("n_layers", [1, 2], ids=["target", "source"])
-def test_what_was_spilled_is_removed_when_a_model_fails(pair, tmp_path, monkeypatch, n_layers) -> None:
-    failing_target(monkeypatch, n_layers)
-    with pytest.raises(RuntimeError, match="out of memory") as failed:
-        accumulated(pair, tmp_path, sequential=True)
+@pytest.mark.parametrize(("n_layers", "waiting"), [(2, 2), (1, 5 + 2)], ids=["source", "target"])
+def test_what_was_spilled_serves_the_next_stream_after_a_model_failed(
+    pair, tmp_path, monkeypatch, n_layers, waiting
+) -> None:
+    failing_model(monkeypatch, n_layers, 2)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        accumulated(pair, tmp_path, sequential=True, batch_size=1)
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "spill").iterdir()}
+    assert len(files) == waiting
+    read: list[int] = []
+
+    def counted(loaded: LoadedModel, ids: Tensor) -> object:
+        read.append(loaded.geometry.n_layers)
+        return prefill(loaded, ids)
+
+    monkeypatch.setattr(reading, "prefill", counted)
+    found = accumulated(pair, tmp_path, sequential=True, batch_size=1)
+    assert len(read) == 2 * 5 - waiting
     assert not (tmp_path / "spill").exists()
-    assert failed.tb is not None  # also while the traceback is alive
+    assert_same_moments(found, accumulated(pair, tmp_path, batch_size=1))
 
 
-def test_what_was_spilled_is_removed_when_the_caches_cannot_be_added(pair, tmp_path, monkeypatch) -> None:
+def test_spilled_caches_that_cannot_be_added_are_refused(pair, tmp_path, monkeypatch) -> None:
     def overflown(loaded: LoadedModel, ids: Tensor) -> object:
         kv = prefill(loaded, ids)
         kv.values[0][0, 0, -1, 0] = float("inf")
         return kv
 
-    monkeypatch.setattr(calibrate, "prefill", overflown)
-    with pytest.raises(MomentsError, match="NaN or infinite") as failed:
+    monkeypatch.setattr(reading, "prefill", overflown)
+    with pytest.raises(MomentsError, match="NaN or infinite"):
         accumulated(pair, tmp_path, sequential=True)
-    assert not (tmp_path / "spill").exists()
-    assert failed.tb is not None  # also while the traceback is alive
 
 
-def test_the_spill_folder_holds_no_more_than_what_is_still_to_be_read(pair, tmp_path, monkeypatch) -> None:
-    spill, left = tmp_path / "spill", []
-
-    def watched(loaded: LoadedModel, ids: Tensor) -> object:
-        if loaded.geometry.n_layers == 1:
-            left.append(len(list(spill.iterdir())))
-        return prefill(loaded, ids)
-
-    monkeypatch.setattr(calibrate, "prefill", watched)
-    accumulated(pair, tmp_path, sequential=True, batch_size=1)
-    assert left == [5, 4, 3, 2, 1]
+def test_a_sequential_stream_needs_a_folder(pair) -> None:
+    with pytest.raises(KvmapError, match="spill_folder"):
+        next(live_stream(pair, IDS, SPLITS_OF, batch_size=2, sequential=True))
 
 
 @pytest.fixture

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvmap.artifacts import Artifact, ArtifactMissing
+from kvmap.artifacts import Artifact, ArtifactMissing, content_key
 from kvmap.errors import KvmapError
 from kvmap.fit.captures import Captures, SensitivityOptions, batches_of, capture, join_captures
+from kvmap.fit.spill import Spill, captures_bytes
 from kvmap.stages.calibrated.parts import Parts, share_of
 from kvmap.stages.calibrated.rows import CalibrationRows
 
@@ -52,19 +54,31 @@ class CapturedRows(CalibrationRows):
         batches = batches_of(len(self.ctx.tokens.input_ids), self.cfg.batch_size)
         n_parts = min(self.cfg.shards, len(batches))
         store, spec = self.ctx.store, self.captures_spec
+        self._check_room()
         if n_parts == 1:
-            return store.get_or_build(CAPTURES, spec, lambda folder: self._capture(folder, batches))
+            spill = self.spill(CAPTURES, spec)
+            found = store.get_or_build(
+                CAPTURES, spec, lambda folder: self._capture(folder, batches, spill.folder)
+            )
+            shutil.rmtree(spill.folder, ignore_errors=True)
+            return found
         settings = {"batch_size": self.cfg.batch_size}
+        spills = [self.spill(CAPTURES, spec, f"{number}/{n_parts}") for number in range(n_parts)]
         parts = Parts(
             store,
             CAPTURES,
             spec,
             CAPTURES_PART,
             [{"part": f"{number}/{n_parts}"} | settings for number in range(n_parts)],
-            build=lambda number, folder: self._capture(folder, share_of(batches, number, n_parts)),
+            build=lambda number, folder: self._capture(
+                folder, share_of(batches, number, n_parts), spills[number].folder
+            ),
             merge=join_captures,
         )
-        return parts.get_or_build(self.cfg.worker)[0]
+        whole = parts.get_or_build(self.cfg.worker)[0]
+        for spill in spills:
+            shutil.rmtree(spill.folder, ignore_errors=True)
+        return whole
 
     def kept_captures(self) -> Captures:
         """The captured caches, for what cannot do without rows.
@@ -79,7 +93,38 @@ class CapturedRows(CalibrationRows):
             )
         return self.captures
 
-    def _capture(self, folder: Path, batches: list[tuple[int, int]]) -> None:
+    def spill(self, kind: str, spec: dict[str, Any], part: str = "1/1") -> Spill:
+        """Where what becomes an artifact waits: known by the same content, so that a run finds what one that
+        was killed has left. Whoever finds the artifact there removes it.
+        """
+        identity = content_key("spill", {"of": kind, "part": part, "batch_size": self.cfg.batch_size} | spec)
+        bound, layerwise = self.cfg.max_spill_gib, self.cfg.layerwise
+        return Spill(
+            self.ctx.store.root / "spill" / identity,
+            None if bound is None else int(bound * 2**30),
+            None if layerwise == "auto" else bool(layerwise),
+        )
+
+    def _check_room(self) -> None:
+        """Refuse captures that are to be kept and take more disk than is allowed.
+
+        Raises:
+            KvmapError: naming both.
+        """
+        bound = self.cfg.max_spill_gib
+        if bound is None:
+            return
+        ids = self.ctx.tokens.input_ids
+        taken = captures_bytes(self.ctx.pair, ids.numel()) / 2**30
+        if taken > bound:
+            raise KvmapError(
+                f"calibration.max_spill_gib={bound:g}: the captured caches that calibration.keep_captures="
+                f"{self.cfg.keep_captures} keeps take {taken:.3g} GiB. Raise it, lower "
+                "calibration.n_sequences, or set calibration.keep_captures=false where no mapper reads rows"
+            )
+
+    def _capture(self, folder: Path, batches: list[tuple[int, int]], waiting: Path) -> None:
+        """Captures of some batches in a folder, by way of another where unfinished ones wait."""
         sensitivity = None
         if self.weighted:
             sensitivity = SensitivityOptions(
@@ -88,9 +133,12 @@ class CapturedRows(CalibrationRows):
         capture(
             self.ctx.pair,
             self.ctx.tokens.input_ids,
-            folder,
+            waiting,
             batch_size=self.cfg.batch_size,
             batches=batches,
             sequential=self.cfg.sequential,
             sensitivity=sensitivity,
+            layerwise=None if self.cfg.layerwise == "auto" else bool(self.cfg.layerwise),
+            resume=True,
         )
+        join_captures([waiting], folder)

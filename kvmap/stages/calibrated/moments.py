@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from kvmap.fit.features import Layout
 from kvmap.fit.outliers import OutlierRows
 from kvmap.fit.pair_moments import PairMoments, TableSpec
 from kvmap.fit.planner import default_budget, row_bytes, table_blocks
+from kvmap.fit.sequential import accumulate_sequentially
+from kvmap.fit.spill import Spill
 from kvmap.fit.weighting import AttentionWeights
 from kvmap.stages.calibrated.outliers import FlaggedRows, read_outliers, write_outliers
 from kvmap.stages.calibrated.parts import Parts, shared_splits
@@ -63,31 +66,54 @@ class AccumulatedRows(FlaggedRows):
         """
         store, n_parts = self.ctx.store, self.cfg.shards
         if n_parts == 1:
-            return store.get_or_build(MOMENTS, spec, lambda folder: self._add_up(wanted, self.splits, folder))
+            spill = self.spill(MOMENTS, spec)
+            found = store.get_or_build(
+                MOMENTS, spec, lambda folder: self._add_up(wanted, self.splits, folder, spill)
+            )
+            shutil.rmtree(spill.folder, ignore_errors=True)
+            return found
+        spills = [self.spill(MOMENTS, spec, f"{number}/{n_parts}") for number in range(n_parts)]
 
         def build(number: int, folder: Path) -> None:
-            self._add_up(wanted, shared_splits(self.splits, number, n_parts), folder, is_part=True)
+            splits = shared_splits(self.splits, number, n_parts)
+            self._add_up(wanted, splits, folder, spills[number], is_part=True)
+            # a part is small beside what it was made from, of which one at a time is to be on disk
+            shutil.rmtree(spills[number].folder, ignore_errors=True)
 
         settings = [{"part": f"{number}/{n_parts}"} for number in range(n_parts)]
         parts = Parts(store, MOMENTS, spec, MOMENTS_PART, settings, build, self._merge)
         whole, made = parts.get_or_build(self.cfg.worker)
         self.n_parts_made += len(made)
+        for spill in spills:
+            shutil.rmtree(spill.folder, ignore_errors=True)
         return whole
 
-    def _add_up(self, wanted: Wanted, splits: Splits, folder: Path, *, is_part: bool = False) -> None:
+    def _add_up(
+        self, wanted: Wanted, splits: Splits, folder: Path, spill: Spill, *, is_part: bool = False
+    ) -> None:
         rule = self.outlier_rule
         weigh = None if wanted.weights is None else wanted.weights.weigh
         for number, block in enumerate(self._blocks(wanted)):
             outliers = None if rule is None else OutlierRows(rule, self.cfg.outliers.policy, wanted.layout)
-            moments = accumulate_moments(
-                self._stream(splits, folder / "spill"),
-                wanted.layout,
-                block,
-                self.options,
-                weigh,
-                outliers,
-                is_part=is_part,
-            )
+            if self.captures is None and self.cfg.sequential:
+                moments, outliers = accumulate_sequentially(
+                    self.ctx.pair,
+                    self.ctx.tokens.input_ids,
+                    splits,
+                    wanted.layout,
+                    block,
+                    self.options,
+                    spill,
+                    batch_size=self.cfg.batch_size,
+                    outliers=outliers,
+                    is_part=is_part,
+                    block=number,
+                )
+            else:
+                stream = self._stream(splits)
+                moments = accumulate_moments(
+                    stream, wanted.layout, block, self.options, weigh, outliers, is_part=is_part
+                )
             write_moments(moments, folder, number)
             if outliers is not None and number == 0:  # every pass finds the same
                 write_outliers(outliers, folder)
@@ -115,18 +141,11 @@ class AccumulatedRows(FlaggedRows):
         blocks = table_blocks([table.nbytes for table in wanted.tables], allowed - rows)
         return [[wanted.tables[position] for position in block] for block in blocks]
 
-    def _stream(self, splits: Splits, spill_folder: Path) -> Stream:
+    def _stream(self, splits: Splits) -> Stream:
         """Batches of captured caches, from the store or straight from the models."""
         if self.captures is not None:
             return self.captures.stream(splits)
-        return live_stream(
-            self.ctx.pair,
-            self.ctx.tokens.input_ids,
-            splits,
-            batch_size=self.cfg.batch_size,
-            sequential=self.cfg.sequential,
-            spill_folder=spill_folder,
-        )
+        return live_stream(self.ctx.pair, self.ctx.tokens.input_ids, splits, batch_size=self.cfg.batch_size)
 
 
 def read_moments(folder: Path) -> PairMoments:
