@@ -6,6 +6,7 @@ loss is the sum of the heads' own losses, and Adam treats every weight apart.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -30,6 +31,9 @@ COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64
 _FILE_FORMAT = "kvmap-mlp-layer-1"
 
 _logger = logging.getLogger(__name__)
+
+FEW_STEPS = 200
+"""Published: 250 (51,000 rows in batches of 4,096, 20 epochs). See experiments/linear_vs_mlp."""
 
 
 class TrainingDiverged(MLPError):
@@ -194,6 +198,7 @@ def train_layer(
     """
     what = f"the MLP of {kind}, target layer {layer}"
     _check_rows(rows, settings, what)
+    _warn_of_few_steps(rows.n_rows("fit"), settings)
     unit = StandardisedRows(rows, settings.batch_size, device) if settings.standardise else None
     trainee = _Trainee(unit or rows, settings, generator_of(settings.seed, kind, layer, "weights"), device)
     # MSE in the targets' own units, whatever the scale they are trained at
@@ -219,6 +224,22 @@ def train_layer(
     networks = keeper.networks(trainee)
     networks = (unit.folded(networks) if unit else networks).to("cpu")
     return networks, list(_history(kind, layer, epochs, keeper.kept.tolist()))
+
+
+@functools.cache
+def _warn_of_few_steps(n_rows: int, settings: MLPSettings) -> None:
+    """Once for a number of rows: networks that Adam hardly moves lose to ridge, whatever they could learn."""
+    n_steps = settings.epochs * -(-n_rows // settings.batch_size)
+    if 0 < n_steps < FEW_STEPS:
+        _logger.warning(
+            "mapper.mlp: %d rows in batches of %d for %d epochs are %d steps of Adam; fewer than %d leave "
+            "networks undertrained: lower mapper.mlp.batch_size or raise mapper.mlp.epochs",
+            n_rows,
+            settings.batch_size,
+            settings.epochs,
+            n_steps,
+            FEW_STEPS,
+        )
 
 
 class _Trainee:

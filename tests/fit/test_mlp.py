@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvmap.errors import UnknownName
 from kvmap.files import load_metadata
+from kvmap.fit import mlp
 from kvmap.fit.features import Recipe, both
 from kvmap.fit.mlp import (
     MLPSettings,
@@ -525,3 +526,13 @@ def test_a_kind_trained_alone_is_the_one_trained_with_the_other() -> None:
     assert values.networks["value"][0] is None  # the native layer
     assert list(values.history) == [row for row in both_kinds.history if row["kind"] == "value"]
     assert {(row["kind"], row["layer"]) for row in both_kinds.history} == set(JOBS)
+
+
+def test_few_steps_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    mlp._warn_of_few_steps.cache_clear()
+    settings = replace(SMALL, epochs=3, batch_size=10)
+    for _ in range(2):
+        mlp._warn_of_few_steps(95, settings)
+    assert caplog.text.count("95 rows in batches of 10 for 3 epochs are 30 steps of Adam") == 1
+    mlp._warn_of_few_steps(95, replace(settings, epochs=20))
+    assert len(caplog.records) == 1
