@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from kvmap.models.families import FAMILIES, REFUSED
@@ -37,6 +39,11 @@ def test_the_identity_holds_on_at_least_twenty_classes() -> None:
     assert len(supported(measured=False).rows) == len(FAMILIES)
 
 
+def without_versions(document: str) -> str:
+    """The document names the versions it was written with; tests run with others too."""
+    return re.sub(r"(transformers|torch) \d+\.\d+\.\d+", r"\1", document)
+
+
 def test_filling_in_keeps_the_rest(document: str) -> None:
-    assert filled(document, [refused()]) == document
+    assert without_versions(filled(document, [refused()])) == without_versions(document)
     assert sum(len(row[0].split(", ")) for row in refused().rows) == len(REFUSED)
