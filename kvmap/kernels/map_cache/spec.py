@@ -118,8 +118,28 @@ class CacheMap:
         )
 
 
+class _Layers:
+    """Keys and values layer by layer, whichever side they are on."""
+
+    keys: Sequence[Tensor] | Mapping[int, Tensor]
+    values: Sequence[Tensor] | Mapping[int, Tensor]
+    rotations: Rotations
+
+    def tensor(self, kind: str, layer: int) -> Tensor:
+        """Keys or values of a layer."""
+        return (self.keys if kind == "key" else self.values)[layer]
+
+    def rotation(self, kind: str, layer: int) -> Rotation | None:
+        """What the keys of a layer carry or get; None for values."""
+        return None if kind == "value" or self.rotations is None else self.rotations[layer]
+
+    def dtype(self, kind: str, layer: int) -> torch.dtype:
+        """That of keys or values of a layer."""
+        return self.tensor(kind, layer).dtype
+
+
 @dataclass(frozen=True, eq=False)
-class Side:
+class Side(_Layers):
     """One model's layers as its cache holds them.
 
     Attributes:
@@ -131,14 +151,6 @@ class Side:
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     rotations: Rotations = None
-
-    def tensor(self, kind: str, layer: int) -> Tensor:
-        """Keys or values of a layer."""
-        return (self.keys if kind == "key" else self.values)[layer]
-
-    def rotation(self, kind: str, layer: int) -> Rotation | None:
-        """What they carry."""
-        return None if kind == "value" or self.rotations is None else self.rotations[layer]
 
     def slice_tokens(self, start: int, stop: int) -> Side:
         """Columns start:stop."""
@@ -188,7 +200,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
+class Columns(_Layers):
     """A target cache as whole tensors, written in place.
 
     Attributes:
@@ -201,25 +213,13 @@ class Columns:
     values: Mapping[int, Tensor]
     rotations: Rotations = None
 
-    def tensor(self, kind: str, layer: int) -> Tensor:
-        """Keys or values of a layer."""
-        return (self.keys if kind == "key" else self.values)[layer]
-
-    def rotation(self, kind: str, layer: int) -> Rotation | None:
-        """What they get."""
-        return None if kind == "value" or self.rotations is None else self.rotations[layer]
-
-    def dtype(self, kind: str, layer: int) -> torch.dtype:
-        """What is written."""
-        return self.tensor(kind, layer).dtype
-
     def write(self, kind: str, layer: int, start: int, columns: Tensor) -> None:
         """(batch, H_t, n, d_t) into columns start:start + n."""
         self.tensor(kind, layer)[:, :, start : start + columns.shape[2]].copy_(columns)
 
 
 @dataclass(frozen=True, eq=False)
-class Pages:
+class Pages(_Layers):
     """A target cache as a serving engine keeps it, in blocks of tokens; written in place.
 
     Token i of row b stands in slot `(first[b] + i) % block_size` of block
@@ -239,18 +239,6 @@ class Pages:
     first: Tensor | None = None
     rotations: Rotations = None
     _places: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
-
-    def tensor(self, kind: str, layer: int) -> Tensor:
-        """Blocks of keys or values of a layer."""
-        return (self.keys if kind == "key" else self.values)[layer]
-
-    def rotation(self, kind: str, layer: int) -> Rotation | None:
-        """What they get."""
-        return None if kind == "value" or self.rotations is None else self.rotations[layer]
-
-    def dtype(self, kind: str, layer: int) -> torch.dtype:
-        """What is written."""
-        return self.tensor(kind, layer).dtype
 
     def write(self, kind: str, layer: int, start: int, columns: Tensor) -> None:
         """(batch, H_t, n, d_t) as tokens start:start + n of each row."""
