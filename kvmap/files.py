@@ -144,7 +144,12 @@ def write_json(path: Path, content: Any) -> None:
         TypeError: For anything else.
         StorageError: See `replacing`.
     """
-    write_text(path, json.dumps(_finite(content), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    write_text(path, json_text(content, indent=2) + "\n")
+
+
+def json_text(content: Any, indent: int | None = None) -> str:
+    """What `write_json` writes; on one line without `indent`."""
+    return json.dumps(_finite(content), indent=indent, allow_nan=False, ensure_ascii=False)
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from kvmap.benchmark.fitting import as_text
 from kvmap.benchmark.latency import (
@@ -22,12 +18,12 @@ from kvmap.benchmark.latency import (
     ratio_rows,
 )
 from kvmap.benchmark.mapping import MAPPING_PATHS
-from kvmap.benchmark.random_models import random_mapper, random_pair
+from kvmap.benchmark.random_models import random_mapper_of, random_pair
 from kvmap.benchmark.roofline import measure_roofline
-from kvmap.benchmark.timing import Row
+from kvmap.benchmark.timing import Row, torch_threads
 from kvmap.errors import KvmapError
-from kvmap.files import write_json
-from kvmap.fit.features import SUPPORTS, geometry_shape
+from kvmap.files import json_text, write_json
+from kvmap.fit.features import SUPPORTS
 from kvmap.mappers import Mapper, load_mapper
 from kvmap.models.pair import ModelPair, ModelSpec
 from kvmap.transfer import TransferOptions
@@ -44,15 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0; 1 for something that cannot be measured; 2 where --at-least names a ratio that was not reached.
     """
     asked = _parser().parse_args(arguments)
-    threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(asked.threads)
-        found = measured(asked)
+        with torch_threads(asked.threads):
+            found = measured(asked)
     except KvmapError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    finally:
-        torch.set_num_threads(threads)
     for name, shown in (("latency", SHOWN), ("paths", SHOWN_PATHS), ("ratios", None)):
         rows = found[name] if shown is None else [{key: row.get(key) for key in shown} for row in found[name]]
         print(f"\n{name}\n{as_text(rows)}")
@@ -63,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{line['what']} at {line['length']} tokens: {got}, asked {line['asked']:g}: {said}")
     if asked.output is not None:
         write_json(asked.output, found)
-    print(json.dumps(found, default=str))
+    print(json_text(found))
     return 0 if all(line["reached"] for line in found["reach"]) else 2
 
 
@@ -106,11 +99,11 @@ def measured(asked: argparse.Namespace) -> dict[str, Any]:
         "mapper": str(asked.mapper) if asked.mapper else f"random, {asked.support}, k = {asked.top_k}",
         "n_weights": mapper.n_weights,
         "mapper_bytes": mapper.nbytes,
-        "roofline": {"gflop_per_s": roofline.flops_per_s / 1e9, "gb_per_s": roofline.bytes_per_s / 1e9},
+        "roofline": roofline.rates,
         "latency": rows,
         "paths": paths,
         "ratios": ratio_rows(rows),
-        "network": [_finite(row) for row in network_rows(rows)],
+        "network": network_rows(rows),
         "break_even": break_even(rows),
         "reach": [*_reach(rows, paths, asked)],
     }
@@ -119,16 +112,7 @@ def measured(asked: argparse.Namespace) -> dict[str, Any]:
 def _mapper(asked: argparse.Namespace, pair: ModelPair) -> Mapper:
     if asked.mapper is not None:
         return load_mapper(asked.mapper)[0]
-    source = geometry_shape(pair.source_geometry)
-    return random_mapper(
-        source,
-        geometry_shape(pair.target_geometry),
-        len(source) if asked.top_k == "all" else asked.top_k,
-        asked.support,
-        dtype=pair.target.dtype,
-        device=pair.target.device,
-        seed=asked.seed,
-    )
+    return random_mapper_of(pair, asked.top_k, asked.support, seed=asked.seed)
 
 
 def _reach(rows: Sequence[Row], paths: Sequence[Row], asked: argparse.Namespace) -> Iterator[Row]:
@@ -143,11 +127,6 @@ def _reach(rows: Sequence[Row], paths: Sequence[Row], asked: argparse.Namespace)
             if wanted is not None:
                 reached = got is not None and got >= wanted
                 yield {"what": what, "length": length, "asked": wanted, "got": got, "reached": reached}
-
-
-def _finite(row: Row) -> Row:
-    """JSON has no infinity."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 def _top_k(text: str) -> int | str:

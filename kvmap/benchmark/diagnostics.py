@@ -9,27 +9,23 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvmap.benchmark.latency import time_interleaved
+from kvmap.benchmark.random_models import random_mapper_of
+from kvmap.benchmark.timing import Row, time_interleaved, torch_threads
 from kvmap.diagnostics.findings import text_metrics, text_tables
 from kvmap.diagnostics.streaming import diagnose_texts
 from kvmap.diagnostics.texts import Text
 from kvmap.diagnostics.token_kinds import TokenKinds
 from kvmap.errors import KvmapError
 from kvmap.files import write_json
-from kvmap.fit.features import KINDS, Recipe, both, geometry_shape
-from kvmap.fit.linear import LinearWeights
-from kvmap.mappers import LinearMapper, Mapper
+from kvmap.mappers import Mapper
 from kvmap.models.capture import prefill
 from kvmap.models.pair import ModelPair, ModelSpec
 from kvmap.transfer import TransferOptions
-
-Row: TypeAlias = dict[str, Any]
 
 WARM_TOKENS = 16
 
@@ -111,35 +107,6 @@ def _compared(seconds: dict[str, list[float]], prefix: str) -> Row:
     }
 
 
-def random_linear(pair: ModelPair, top_k: int, seed: int = 0) -> LinearMapper:
-    """A full-head map of random weights, which costs what a fitted one of the same k does.
-
-    Target layer ℓ reads the k source layers from about ℓ·L_s/L_t on.
-
-    Raises:
-        KvmapError: k < 1, or more than the source has layers.
-    """
-    source, target = geometry_shape(pair.source_geometry), geometry_shape(pair.target_geometry)
-    if not 1 <= top_k <= len(source):
-        raise KvmapError(f"top_k={top_k}: expected 1 to {len(source)}, the source's layers")
-    starts = [layer * len(source) // len(target) for layer in range(len(target))]
-    chosen = tuple(
-        tuple(range(min(start, len(source) - top_k), min(start, len(source) - top_k) + top_k))
-        for start in starts
-    )
-    recipe = Recipe(source, target, "full_head", both(chosen))
-    generator = torch.Generator().manual_seed(seed)
-
-    def weights(layer: int) -> Tensor:
-        n_features = sum(source[number][0] * source[number][1] for number in chosen[layer])
-        n_heads, width = target[layer]
-        return torch.randn(n_heads, n_features, width, generator=generator) / n_features**0.5
-
-    weight = {kind: tuple(weights(layer) for layer in range(len(target))) for kind in KINDS}
-    bias = {kind: tuple(torch.zeros(shape) for shape in target) for kind in KINDS}
-    return LinearMapper(LinearWeights(recipe, weight, bias))
-
-
 def _diagnose(pair: ModelPair, mapper: Mapper, ids: Tensor, *, batch_size: int) -> object:
     text, kinds = Text.of_sequences("evaluation", ids), TokenKinds(pair.tokenizer, ids)
     sums = diagnose_texts(pair, mapper, [text], kinds, TransferOptions(), batch_size=batch_size)
@@ -156,17 +123,17 @@ def _read_natively(pair: ModelPair, ids: Tensor, batch_size: int) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print the sizes and, on the last line, the row as JSON."""
     asked = _parser().parse_args(arguments)
-    torch.set_num_threads(asked.threads)
     try:
-        pair = ModelPair(*(ModelSpec(name, dtype=asked.dtype) for name in (asked.source, asked.target)))
-        row = {"source": asked.source, "target": asked.target, "top_k": asked.top_k} | diagnostics_row(
-            pair,
-            random_linear(pair, asked.top_k),
-            n_sequences=asked.sequences,
-            length=asked.length,
-            batch_size=asked.batch_size,
-            repeats=asked.repeats,
-        )
+        with torch_threads(asked.threads):
+            pair = ModelPair(*(ModelSpec(name, dtype=asked.dtype) for name in (asked.source, asked.target)))
+            row = {"source": asked.source, "target": asked.target, "top_k": asked.top_k} | diagnostics_row(
+                pair,
+                random_mapper_of(pair, asked.top_k, dtype=torch.float32),
+                n_sequences=asked.sequences,
+                length=asked.length,
+                batch_size=asked.batch_size,
+                repeats=asked.repeats,
+            )
     except KvmapError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

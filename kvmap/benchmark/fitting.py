@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvmap.benchmark.accumulation import accumulation_rows, memory_rows
 from kvmap.benchmark.sweep import (
     CROSS_RATIO,
@@ -31,6 +29,7 @@ from kvmap.benchmark.sweep import (
     refit_rows,
     sweep_rows,
 )
+from kvmap.benchmark.timing import torch_threads
 from kvmap.data.splits import split_sequences
 from kvmap.errors import KvmapError
 from kvmap.files import write_json
@@ -47,16 +46,13 @@ HELD_OUT_SHARE = 0.2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `python -m kvmap.benchmark.fitting`."""
     asked = _parser().parse_args(arguments)
-    threads = torch.get_num_threads()
     try:
         _check(asked)
-        torch.set_num_threads(asked.threads)
-        tables = _measured(asked)
+        with torch_threads(asked.threads):
+            tables = _measured(asked)
     except KvmapError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    finally:
-        torch.set_num_threads(threads)
     for name, rows in tables.items():
         if name != "points":
             print(f"\n{name}")

@@ -11,13 +11,12 @@ every part the file is written again, so that an end before time costs what was 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import platform
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ from kvmap.benchmark.gpu_reach import reach_rows
 from kvmap.benchmark.gpu_study import DRY, FULL, Record, Study
 from kvmap.benchmark.roofline import measure_roofline
 from kvmap.benchmark.timing import Row
+from kvmap.files import json_text
+from kvmap.kernels.settings import current
 
 PARTS = ("checks", "mapping", "re_prefill", "tuning")
 GPU_SECONDS = 450.0
@@ -57,7 +58,7 @@ def measure(study: Study, record: Record, parts: Sequence[str] = PARTS) -> dict[
         if study.dry
         else measure_roofline(study.device, study.dtype)
     )
-    record.keep("roofline", {"flops_per_s": roofline.flops_per_s, "bytes_per_s": roofline.bytes_per_s})
+    record.keep("roofline", asdict(roofline))
     record.say(f"roofline: {roofline.flops_per_s / 1e12:.4g} TFLOP/s, {roofline.bytes_per_s / 1e12:.4g} TB/s")
     if "mapping" in parts:
         rows = []
@@ -102,17 +103,9 @@ def _described(study: Study) -> Row:
         "source": study.source,
         "target": study.target,
         "dtype": str(study.dtype).removeprefix("torch."),
+        "chunk_tokens": current().chunk_tokens,
         "dry_run": study.dry,
     }
-
-
-def plain(value: Any) -> Any:
-    """As JSON can hold it: no infinity and no NaN."""
-    if isinstance(value, dict):
-        return {key: plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = {True: "reached", False: "NOT reached", None: "not measured"}[row["reached"]]
         got = "-" if row["got"] is None else f"{row['got']:.4g}"
         print(f"{row['what']}: asked {row['asked']}, got {got} {row['unit']} ({said}) {row['by'] or ''}")
-    print(json.dumps(plain(found), default=str))
+    print(json_text(found))
     return 1 if any(row["passed"] is False for row in found.get("checks", [])) else 0
 
 

@@ -139,9 +139,9 @@ class GpuCase:
         if path.endswith("_graph") and self.inputs.positions.device.type != "cuda":
             raise KvmapError(f"path {path}: there is no CUDA device to capture a graph on")
         if name == "triton" and path.endswith("_graph"):
-            from kvmap.kernels.map_cache.triton_path import GraphedMap
+            from kvmap.kernels.map_cache.triton_path import GraphedMap, Plan
 
-            return GraphedMap.capture(cache_map, self.inputs, self.output).replay
+            return GraphedMap.capture(Plan(cache_map, self.inputs, self.output)).replay
         given = (cache_map, self.inputs, self.output)
         plain: Call = partial(map_cache, *given, path=name)
         if name == "compiled":

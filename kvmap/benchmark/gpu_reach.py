@@ -87,10 +87,10 @@ def _memory(rows: Sequence[Row], support: str, found: Mapping[str, Any]) -> Row:
     known = [row for row in rows if row.get("peak_bytes") is not None and row["path"] != "per_head_stripped"]
     longest = max((row["length"] for row in known), default=0)
     best = _fastest(known, longest)
-    chunk_tokens = found.get("study", {}).get("chunk_tokens", 2048)
     share = None
     if best is not None:
-        chunk = chunk_bytes(best, best["source_bytes"] + best["output_bytes"], chunk_tokens)
+        both = best["source_bytes"] + best["output_bytes"]
+        chunk = chunk_bytes(best, both, found["study"]["chunk_tokens"])
         share = best["peak_bytes"] / chunk
     what = f"{support}: memory besides output and mapper, over one chunk of both caches"
     return _line(what, 1.0, share, "", _by(best, where=True), most=True)

@@ -27,7 +27,16 @@ from kvmap.benchmark.fitting import as_text
 from kvmap.benchmark.mapping import MAPPING_PATHS, empty_columns
 from kvmap.benchmark.mapping import Mapping as PreparedMapping
 from kvmap.benchmark.random_models import random_mapper
-from kvmap.benchmark.timing import Call, Row, in_turn, n_copies, percentiles, setting, time_interleaved
+from kvmap.benchmark.timing import (
+    Call,
+    Row,
+    in_turn,
+    n_copies,
+    percentiles,
+    setting,
+    time_interleaved,
+    torch_threads,
+)
 from kvmap.errors import KvmapError
 from kvmap.fit.features import CacheShape, n_channels
 from kvmap.kernels.second_moments import Rows, Sums, add_second_moments
@@ -70,18 +79,15 @@ class Case:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `python -m kvmap.benchmark.kernels`."""
     asked = _parser().parse_args(arguments)
-    threads = torch.get_num_threads()
     try:
         _check(asked)
-        torch.set_num_threads(asked.threads)
-        rows = [row for case in _cases(asked) for row in case_rows(case, asked.repeats, asked.warmup)]
+        with torch_threads(asked.threads):
+            rows = [row for case in _cases(asked) for row in case_rows(case, asked.repeats, asked.warmup)]
+            about = setting(torch.device(asked.device), DTYPES[asked.dtype], asked.repeats) | _sizes(asked)
         failures = shortfalls(rows, dict(asked.at_least))
-        about = setting(torch.device(asked.device), DTYPES[asked.dtype], asked.repeats) | _sizes(asked)
     except KvmapError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    finally:
-        torch.set_num_threads(threads)
     print(as_text([{k: v for k, v in row.items() if k != "skipped"} for row in rows if not row["skipped"]]))
     for row in rows:
         if row["skipped"]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from kvmap.errors import KvmapError
-from kvmap.fit.features import KINDS, CacheShape, Recipe, both
+from kvmap.fit.features import KINDS, CacheShape, Layout, Recipe, geometry_shape
 from kvmap.fit.linear import LinearWeights
+from kvmap.fit.selection import rank_layers
 from kvmap.mappers import LinearMapper
 from kvmap.models.loaded import LoadedModel
 from kvmap.models.pair import ModelPair
@@ -95,7 +96,7 @@ def random_pair(
 def random_mapper(
     source_shape: CacheShape,
     target_shape: CacheShape,
-    top_k: int,
+    top_k: int | Literal["all"],
     support: str = "full_head",
     *,
     regressors: str = "own_kind",
@@ -106,24 +107,23 @@ def random_mapper(
 ) -> LinearMapper:
     """A linear map of noise, which costs what a fitted one of the same kind does.
 
-    Target layer ℓ reads the k source layers around ℓ·L_s/L_t. Weights have the scale 1/√p, so that mapped
-    numbers are as large as those that are read.
+    A target layer reads the k source layers nearest to its own depth. Weights have the scale 1/√p, so that
+    mapped numbers are as large as those that are read.
 
     Args:
         source_shape: `(n_kv_heads, head_dim)` of each source layer; target_shape likewise.
-        top_k: k, source layers that one target layer reads.
+        top_k: k, source layers that one target layer reads; or "all".
         support: "full_head", "banded" or "head_local"; regressors, native_layers: as of `Recipe`.
         dtype: of the weights; biases are float32.
         device: where they are drawn and kept.
         seed: of the draw.
 
     Raises:
-        KvmapError: k < 1, or more than the source has layers.
+        SelectionError: k < 1, or more than the source has layers.
     """
-    if not 1 <= top_k <= len(source_shape):
-        raise KvmapError(f"top_k={top_k}: expected 1 to {len(source_shape)}, the source's layers")
-    chosen = nearest_layers(len(source_shape), len(target_shape), top_k)
-    recipe = Recipe(source_shape, target_shape, support, both(chosen), regressors, native_layers)
+    layout = Layout(source_shape, target_shape)
+    chosen = rank_layers(layout, "proportional", top_k, native_layers=native_layers)
+    recipe = Recipe(source_shape, target_shape, support, chosen, regressors, native_layers)
     generator = torch.Generator(device).manual_seed(seed)
 
     def drawn(kind: str, layer: int) -> Tensor:
@@ -138,12 +138,28 @@ def random_mapper(
     return LinearMapper(LinearWeights(recipe, weight, bias))
 
 
-def nearest_layers(n_source: int, n_target: int, top_k: int) -> tuple[tuple[int, ...], ...]:
-    """For each target layer the k neighbouring source layers around its proportional place."""
-    starts = [
-        min(max(layer * n_source // n_target - top_k // 2, 0), n_source - top_k) for layer in range(n_target)
-    ]
-    return tuple(tuple(range(start, start + top_k)) for start in starts)
+def random_mapper_of(
+    pair: ModelPair,
+    top_k: int | Literal["all"],
+    support: str = "full_head",
+    *,
+    regressors: str = "own_kind",
+    native_layers: int = 0,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> LinearMapper:
+    """`random_mapper` in the shapes of a pair, on the target's device, in its dtype where none is named."""
+    return random_mapper(
+        geometry_shape(pair.source_geometry),
+        geometry_shape(pair.target_geometry),
+        top_k,
+        support,
+        regressors=regressors,
+        native_layers=native_layers,
+        dtype=dtype or pair.target.dtype,
+        device=pair.target.device,
+        seed=seed,
+    )
 
 
 def _built(config: Any, dtype: torch.dtype, device: torch.device, attention: str | None, seed: int) -> Any:

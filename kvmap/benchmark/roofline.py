@@ -25,6 +25,11 @@ class Roofline:
     flops_per_s: float
     bytes_per_s: float
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """In 10⁹ a second: {gflop_per_s, gb_per_s}."""
+        return {"gflop_per_s": self.flops_per_s / 1e9, "gb_per_s": self.bytes_per_s / 1e9}
+
     def seconds(self, flops: float, n_bytes: float) -> float:
         """The least time: ``max(FLOPs / flops_per_s, bytes / bytes_per_s)``."""
         return max(flops / self.flops_per_s, n_bytes / self.bytes_per_s)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,6 +19,17 @@ Call: TypeAlias = Callable[[], object]
 
 COLD_BYTES = 512 * 2**20
 """A copy of so many bytes finds no caches warm when its turn comes again, whatever the device."""
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """Within it torch has so many threads, and afterwards as many as before."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(number)
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def time_interleaved(

@@ -14,10 +14,9 @@ from kvmap.benchmark.latency import (
     ratio_rows,
     transport_rows,
 )
-from kvmap.benchmark.random_models import Depth, random_mapper, random_pair
-from kvmap.benchmark.roofline import Roofline, measure_roofline
+from kvmap.benchmark.random_models import Depth, random_mapper_of, random_pair
+from kvmap.benchmark.roofline import measure_roofline
 from kvmap.figures.latency import cost_panels
-from kvmap.fit.features import geometry_shape
 from kvmap.mappers import Mapper
 from kvmap.models.pair import ModelPair
 from kvmap.stages.context import Context
@@ -54,7 +53,7 @@ def run(ctx: Context) -> None:
     ctx.run.table("transport", transport_rows(rows))
     ctx.run.table("network", network_rows(rows))
     ctx.run.log(latency_metrics(rows))
-    ctx.run.note(break_even=break_even(rows), roofline=_rates(roofline), benchmarked=_described(ctx, depths))
+    ctx.run.note(break_even=break_even(rows), roofline=roofline.rates, benchmarked=_described(ctx, depths))
     ctx.run.figure("latency_cost", cost_panels(rows))
     if chosen.paths:
         paths = path_rows(pair, mapper, chosen.lengths, chosen.paths, settings, roofline=roofline)
@@ -80,22 +79,14 @@ def _mapper(ctx: Context, pair: ModelPair) -> Mapper:
     benchmark, settings = ctx.cfg.benchmark, ctx.cfg.mapper
     if not (benchmark.random_weights or benchmark.random_mapper):
         return ctx.mapper
-    source, target = geometry_shape(pair.source_geometry), geometry_shape(pair.target_geometry)
-    return random_mapper(
-        source,
-        target,
-        len(source) if settings.top_k == "all" else int(settings.top_k),
+    return random_mapper_of(
+        pair,
+        settings.top_k,
         settings.support,
         regressors=settings.regressors,
         native_layers=settings.native_layers,
-        dtype=pair.target.dtype,
-        device=pair.target.device,
         seed=benchmark.seed,
     )
-
-
-def _rates(roofline: Roofline) -> dict[str, float]:
-    return {"gflop_per_s": roofline.flops_per_s / 1e9, "gb_per_s": roofline.bytes_per_s / 1e9}
 
 
 def _described(ctx: Context, depths: Mapping[str, Depth] | None) -> dict[str, str]:

@@ -154,6 +154,7 @@ def mapped(support, path, length, p50, share=0.8, peak=10**9):
 
 def test_reach_takes_the_fastest_path_and_leaves_float8_apart():
     found = {
+        "study": {"chunk_tokens": 2048},
         "mapping": [
             mapped("full_head", "per_head_stripped", 32768, 500.0, 0.2),
             mapped("full_head", "triton", 32768, 120.0),

@@ -59,7 +59,7 @@ def test_every_path_maps_alike(support: str, weights: str) -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_moments_are_those_of_two_passes(weighted: bool) -> None:
     case = moments_case(9, 5, 3, dtype=torch.float32, weighted=weighted, device=CPU)
-    rows = case.calls["torch/float64"].args[0]  # type: ignore[attr-defined]
+    rows = case.calls["torch/float64"].args[0]
     assert (rows.weights is not None) == weighted
     w = None if rows.weights is None else rows.weights.numpy()
     expected = from_rows(rows.x.numpy(), rows.y.numpy(), w)
@@ -129,7 +129,7 @@ def test_a_ratio_that_is_missed_ends_with_2(capsys: pytest.CaptureFixture[str]) 
     ("arguments", "said"),
     [
         (["--tokens", "0"], "--tokens=0: expected 1 or more"),
-        (["--top-k", "4"], "top_k=4: expected 1 to 3"),
+        (["--top-k", "4"], "top_k=4: the source has 3 layers; expected an integer from 1 to 3"),
         (["--at-least", "nothing=2"], "--at-least nothing: not measured"),
     ],
 )
@@ -140,7 +140,7 @@ def test_what_cannot_be_measured_is_refused(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is of a CUDA device that is not there")
 def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--device", "cuda"]) == 1
     assert "there is no CUDA device" in capsys.readouterr().err

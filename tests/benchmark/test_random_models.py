@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvmap.benchmark.random_models import Depth, nearest_layers, random_mapper, random_model, random_pair
+from kvmap.benchmark.random_models import Depth, random_mapper, random_model, random_pair
 from kvmap.errors import KvmapError
 from kvmap.models.capture import prefill
 from kvmap.models.geometry import geometry_from_config
@@ -103,9 +103,13 @@ def test_a_device_map_is_refused():
 
 
 def test_neighbouring_layers_are_read():
-    assert nearest_layers(4, 8, 2)[:4] == ((0, 1), (0, 1), (0, 1), (0, 1))
-    assert nearest_layers(4, 8, 2)[-1] == (2, 3)
-    assert nearest_layers(3, 2, 3) == ((0, 1, 2), (0, 1, 2))
+    mapper = random_mapper(((2, 8),) * 4, ((2, 8),) * 8, 2)
+    chosen = [sorted(layers) for layers in mapper.recipe.selection["key"]]
+    assert chosen[0] == [0, 1]
+    assert chosen[-1] == [2, 3]
+    assert all(right - left == 1 for left, right in chosen)
+    every = random_mapper(((2, 8),) * 3, ((2, 8),) * 2, "all")
+    assert [sorted(layers) for layers in every.recipe.selection["value"]] == [[0, 1, 2], [0, 1, 2]]
 
 
 def test_a_random_map_keeps_the_scale_of_what_it_reads():
@@ -118,5 +122,5 @@ def test_a_random_map_keeps_the_scale_of_what_it_reads():
 
 @pytest.mark.parametrize("top_k", [0, 5])
 def test_k_out_of_range_is_refused(top_k):
-    with pytest.raises(KvmapError, match="expected 1 to 4"):
+    with pytest.raises(KvmapError, match="expected an integer from 1 to 4"):
         random_mapper(((2, 8),) * 4, ((2, 8),) * 4, top_k)

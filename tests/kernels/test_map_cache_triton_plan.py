@@ -262,7 +262,7 @@ def test_every_candidate_that_compiles_is_right() -> None:
 def test_a_graph_replays_on_what_its_tensors_hold_then(shared: bool) -> None:
     cache_map, inputs = true_shapes(shared, BFLOAT, 2, 64)
     output, expected = true_output(2, 64), true_output(2, 64)
-    graphed = GraphedMap.capture(cache_map, inputs, output)
+    graphed = GraphedMap.capture(Plan(cache_map, inputs, output))
     for key in inputs.source.keys:
         key.mul_(2)
     inputs.positions.add_(7)

@@ -55,7 +55,7 @@ def map_cache_triton(
 
 
 class GraphedMap:
-    """One call of `map_cache_triton`, captured as a CUDA graph: replaying it costs a few microseconds of host
+    """One plan, captured as a CUDA graph: replaying it costs a few microseconds of host
     time. It reads and writes the tensors that it was captured with, whose content may change.
     """
 
@@ -65,24 +65,10 @@ class GraphedMap:
         self._graph = graph
 
     @classmethod
-    def capture(
-        cls,
-        cache_map: CacheMap,
-        inputs: Inputs,
-        output: Output,
-        layers: Iterable[int] | None = None,
-        *,
-        chunk_tokens: int | None = None,
-        strip: str = "auto",
-        tile: Tile | None = None,
-    ) -> Self:
-        """Run once, which compiles, then capture. Positions, `keep` and block tables have to be on the
-        device: of others, a copy made here is read ever after.
-
-        Args: as of `map_cache_triton`.
+    def capture(cls, plan: Plan) -> Self:
+        """Run a plan once, which compiles, then capture it. Positions, `keep` and block tables have to be on
+        the device: of others, the copy that the plan made is read ever after.
         """
-        wanted = None if layers is None else tuple(layers)
-        plan = Plan(cache_map, inputs, output, wanted, chunk_tokens=chunk_tokens, strip=strip, tile=tile)
         stream = torch.cuda.Stream(plan.counts.device)
         stream.wait_stream(torch.cuda.current_stream(plan.counts.device))
         with torch.cuda.stream(stream):
