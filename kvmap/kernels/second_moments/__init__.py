@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 from kvmap.errors import UnknownName
+from kvmap.kernels.second_moments.proof import disagreement
 from kvmap.kernels.second_moments.reference import second_moments_reference
 from kvmap.kernels.second_moments.spec import Means, Rows, SecondMomentsError, Sums
 from kvmap.kernels.settings import MOMENTS_PATHS as PATHS
@@ -59,15 +60,38 @@ def add_second_moments(
     reason = unsupported_reason(rows, product_dtype)
     if reason is not None:
         raise SecondMomentsError(f"kernels.moments=triton: {reason}; set kernels.moments to auto or torch")
-    from kvmap.kernels.second_moments.triton_products import second_moments_triton
-
-    return second_moments_triton(rows, sums)
+    return _triton(rows, sums)
 
 
 def choose_path(rows: Rows, product_dtype: torch.dtype) -> str:
-    """The path that "auto" takes: "triton" for float32 products on CUDA where it can serve, else "torch"."""
+    """The path that "auto" takes: "triton" for float32 products on CUDA where it can serve, else "torch".
+
+    The first call with rows of a dtype on a device adds a few rows up both ways; where these differ, "torch"
+    stays.
+    """
     usable = rows.x.is_cuda and unsupported_reason(rows, product_dtype) is None
-    return "triton" if usable else "torch"
+    return "triton" if usable and _doubt(rows) is None else "torch"
+
+
+_doubts: dict[tuple[str, ...], str | None] = {}
+
+
+def _doubt(rows: Rows) -> str | None:
+    """Why the first call of its kind on this device speaks against "triton"; None where it does not."""
+    case = (str(rows.x.device), _name(rows.x.dtype), _name(rows.y.dtype), str(rows.weights is None))
+    if case not in _doubts:
+        if len(rows.x) == 0:
+            return None
+        _doubts[case] = disagreement(rows, _triton)
+        if _doubts[case] is not None:
+            _LOG.warning("second moments do without path triton for %s: %s", case[:3], _doubts[case])
+    return _doubts[case]
+
+
+def _triton(rows: Rows, sums: Sums) -> Means:
+    from kvmap.kernels.second_moments.triton_products import second_moments_triton
+
+    return second_moments_triton(rows, sums)
 
 
 def unsupported_reason(rows: Rows, product_dtype: torch.dtype) -> str | None:
