@@ -26,6 +26,7 @@ from kvmap.models.capture import prefill
 from kvmap.models.pair import LoadedModel, ModelPair, ModelSpec
 from kvmap.models.rope import strip_rotation
 from tests.fit.oracles import FIELDS, assert_same, from_rows
+from tests.fit.watched_pair import WatchedPair
 from tests.models.tiny_tokenizers import byte_level_tokenizer
 from tests.tiny_random_models import FAMILIES, random_ids
 
@@ -57,21 +58,6 @@ def specs(models, tmp_path_factory) -> list[ModelSpec]:
         loaded.model.save_pretrained(folder / side)
         byte_level_tokenizer().save_pretrained(folder / side)
     return [ModelSpec(str(folder / side), device="cpu") for side in ("source", "target")]
-
-
-class WatchedPair(ModelPair):
-    """Fails where both models are in memory, and keeps the order in which they were loaded."""
-
-    def __init__(self, source: ModelSpec, target: ModelSpec) -> None:
-        super().__init__(source, target)
-        self.order: list[str] = []
-
-    def _load(self, side):
-        model = super()._load(side)
-        assert len(self._loaded) == 1, "source and target are in memory together"
-        if self.order[-1:] != [side]:
-            self.order.append(side)
-        return model
 
 
 def layout_of(pair: ModelPair, native_layers: int = 0) -> Layout:

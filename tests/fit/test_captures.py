@@ -23,6 +23,7 @@ from kvmap.models.pair import LoadedModel, ModelPair, ModelSpec
 from kvmap.models.rope import same_rotations
 from tests.fit.caches import kind_layers
 from tests.fit.oracles import FIELDS, assert_same
+from tests.fit.watched_pair import WatchedPair
 from tests.models.tiny_tokenizers import byte_level_tokenizer
 from tests.tiny_random_models import build, random_ids
 
@@ -161,21 +162,6 @@ def test_any_batch_size_holds_every_sequence(pair, layout, tmp_path, batch_size)
     options = CalibrationOptions()
     moments = accumulate_moments(found.stream(MIXED), layout, full_tables(layout), options)
     assert {split: moments.n_rows(split) for split in SPLITS} == {"fit": 3 * 8, "held_out": 2 * 8}
-
-
-class WatchedPair(ModelPair):
-    """Fails where both models are in memory, and keeps the order in which they were loaded."""
-
-    def __init__(self, source: ModelSpec, target: ModelSpec) -> None:
-        super().__init__(source, target)
-        self.order: list[str] = []
-
-    def _load(self, side):
-        model = super()._load(side)
-        assert len(self._loaded) == 1, "source and target are in memory together"
-        if self.order[-1:] != [side]:
-            self.order.append(side)
-        return model
 
 
 @pytest.fixture(scope="module")

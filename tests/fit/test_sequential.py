@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +21,8 @@ from kvmap.fit.view import cache_view
 from kvmap.models.capture import prefill
 from kvmap.models.pair import ModelPair, ModelSpec
 from tests.fit.oracles import FIELDS
+from tests.fit.watched_pair import WatchedPair
+from tests.killed_writes import ends
 from tests.models.tiny_tokenizers import byte_level_tokenizer
 from tests.tiny_random_models import build, random_ids
 
@@ -43,21 +41,6 @@ def specs(tmp_path_factory) -> list[ModelSpec]:
         build(family, seed=seed, n_layers=3, vocab_size=272).save_pretrained(folder / side)
         byte_level_tokenizer().save_pretrained(folder / side)
     return [ModelSpec(str(folder / side), device="cpu") for side in ("source", "target")]
-
-
-class WatchedPair(ModelPair):
-    """Fails where both models are in memory, and keeps the order in which they were loaded."""
-
-    def __init__(self, *specs: ModelSpec) -> None:
-        super().__init__(*specs)
-        self.order: list[str] = []
-
-    def _load(self, side):
-        model = super()._load(side)
-        assert len(self._loaded) == 1, "source and target are in memory together"
-        if self.order[-1:] != [side]:
-            self.order.append(side)
-        return model
 
 
 @pytest.fixture
@@ -201,32 +184,6 @@ def test_outlier_rows_are_gone_on_with_too(specs, layout, tmp_path, policy) -> N
 # kills
 
 
-def killed_at(write: int, before: bool, work: Callable[[], object]) -> bool:
-    """Whether a process that does this work comes to its end: it is killed (-9) at one of its writes."""
-
-    def start() -> None:
-        torch.set_num_threads(1)
-        n_writes, replace = 0, os.replace
-
-        def replacing(temporary: str, path: str) -> None:
-            nonlocal n_writes
-            n_writes += 1
-            if n_writes == write and before:
-                os.kill(os.getpid(), signal.SIGKILL)
-            replace(temporary, path)
-            if n_writes == write:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        files.os.replace = replacing
-        work()
-
-    process = multiprocessing.get_context("fork").Process(target=start)
-    process.start()
-    process.join(timeout=100)
-    assert process.exitcode in (0, -signal.SIGKILL)
-    return process.exitcode == 0
-
-
 @pytest.mark.parametrize(
     ("layerwise", "n_batches", "before"),
     [
@@ -247,9 +204,11 @@ def test_moments_of_a_calibration_killed_again_and_again(
     # each process gets a little further than the one before; a kill before the first write would end it
     step = 12 if layerwise else 3
     kills = 0
-    while not killed_at(
-        step, before, lambda: added_up(pair, layout, tmp_path, max_bytes=max_bytes, layerwise=layerwise)
-    ):
+
+    def work() -> object:
+        return added_up(pair, layout, tmp_path, max_bytes=max_bytes, layerwise=layerwise)
+
+    while not ends(work, step, before=before):
         kills += 1
         assert kills < 40
     assert kills >= 3
@@ -273,11 +232,11 @@ def test_captures_killed_again_and_again_are_those_of_one_go(specs, tmp_path, se
     pair = ModelPair(*specs)
     pair.check()
     kills = 0
-    while not killed_at(
-        8 if settings.get("layerwise") else 4,
-        True,
-        lambda: capture(pair, IDS, tmp_path / "killed", resume=True, **settings),
-    ):
+
+    def work() -> object:
+        return capture(pair, IDS, tmp_path / "killed", resume=True, **settings)
+
+    while not ends(work, 8 if settings.get("layerwise") else 4):
         kills += 1
         assert kills < 40
     assert kills >= 2

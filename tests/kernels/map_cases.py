@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kvmap.kernels.map_cache import KINDS, CacheMap, Columns, Inputs, Pages, Product, Side, Slot
-from kvmap.models.rope import Rotation
+from kvmap.models.rope import Layout, Rotation
 
 Expected = dict[tuple[str, int], Tensor]
 
@@ -28,7 +29,7 @@ class Case:
     cache: torch.dtype = torch.float32
     weight: torch.dtype = torch.float32
     out: torch.dtype = torch.float32
-    layouts: tuple[str, str] = ("half", "half")
+    layouts: tuple[Layout, Layout] = ("half", "half")
     rotary: tuple[int, int] = (8, 6)
     scaling: tuple[float, float] = (1.0, 1.0)
     unrotated: tuple[int, ...] = ()  # layers of either model without a rotation
@@ -45,7 +46,7 @@ class Case:
 
     def rotations(self, model: int, n_layers: int) -> list[Rotation | None]:
         inv_freq = 30.0 ** -(torch.arange(self.rotary[model] // 2) / self.rotary[model]) * (1 + 0.1 * model)
-        rotation = Rotation(inv_freq, self.scaling[model], self.layouts[model])  # type: ignore[arg-type]
+        rotation = Rotation(inv_freq, self.scaling[model], self.layouts[model])
         return [None if layer in self.unrotated else rotation for layer in range(n_layers)]
 
     def build(self) -> tuple[CacheMap, Inputs]:
@@ -205,3 +206,23 @@ CASES = {
     "wide heads": Case(widths=(80, 96), rotary=(80, 96), tokens=5),
     "uneven sizes": Case(heads=(3, 5), widths=(10, 14), rotary=(10, 14), k=3, tokens=9),
 }
+
+
+def assert_computes_the_equation(
+    case: Case, run: Callable[[CacheMap, Inputs, Columns | Pages], Tensor]
+) -> None:
+    """Into columns and into pages, in float64 and in float32; `run` gives the counts."""
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
+        exact = replace(case, cache=dtype, weight=dtype, out=dtype)
+        cache_map, inputs = exact.build()
+        columns, pages = exact.columns(cache_map), exact.pages(cache_map)
+        expected = by_complex_numbers(cache_map, inputs, columns)
+        for output in (columns, pages):
+            counts = run(cache_map, inputs, output)
+            assert counts.shape == (len(cache_map.layers), 2, 2)
+            assert not counts.any()
+        for (kind, layer), wanted in expected.items():
+            torch.testing.assert_close(
+                columns.tensor(kind, layer).double(), wanted, rtol=tolerance, atol=10 * tolerance
+            )
+            assert torch.equal(read_pages(pages, kind, layer, case.tokens), columns.tensor(kind, layer))

@@ -6,6 +6,8 @@ import logging
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from kvmap.kernels.map_cache import (
 )
 from kvmap.kernels.map_cache.batched import mapped_layer
 from kvmap.kernels.settings import KernelSettings, SettingsError, current, use
-from tests.kernels.map_cases import CASES, Case, by_complex_numbers, read_pages
+from tests.kernels.map_cases import CASES, Case, assert_computes_the_equation, by_complex_numbers
 
 FP8 = torch.float8_e4m3fn
 
@@ -34,20 +36,7 @@ FP8 = torch.float8_e4m3fn
 @pytest.mark.parametrize("chunk_tokens", [1, 6, 2048])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_it_computes_the_equation_in_chunks_of_any_size(case: Case, chunk_tokens: int) -> None:
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
-        exact = replace(case, cache=dtype, weight=dtype, out=dtype)
-        cache_map, inputs = exact.build()
-        columns, pages = exact.columns(cache_map), exact.pages(cache_map)
-        expected = by_complex_numbers(cache_map, inputs, columns)
-        for output in (columns, pages):
-            counts = map_cache_batched(cache_map, inputs, output, chunk_tokens=chunk_tokens)
-            assert counts.shape == (len(cache_map.layers), 2, 2)
-            assert not counts.any()
-        for (kind, layer), wanted in expected.items():
-            torch.testing.assert_close(
-                columns.tensor(kind, layer).double(), wanted, rtol=tolerance, atol=10 * tolerance
-            )
-            assert torch.equal(read_pages(pages, kind, layer, case.tokens), columns.tensor(kind, layer))
+    assert_computes_the_equation(case, partial(map_cache_batched, chunk_tokens=chunk_tokens))
 
 
 @pytest.mark.parametrize("weight", [torch.bfloat16, torch.float16, FP8])
@@ -227,9 +216,9 @@ class TestSettings:
         asked = []
         batched = package.map_cache_batched
 
-        def watched(*args: object, chunk_tokens: int) -> torch.Tensor:
+        def watched(*args: Any, chunk_tokens: int) -> torch.Tensor:
             asked.append(chunk_tokens)
-            return batched(*args, chunk_tokens=chunk_tokens)  # type: ignore[arg-type]
+            return batched(*args, chunk_tokens=chunk_tokens)
 
         monkeypatch.setattr(package, "map_cache_batched", watched)
         cache_map, inputs = Case().build()

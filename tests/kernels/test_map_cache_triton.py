@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -73,16 +74,21 @@ def test_it_computes_the_equation_into_columns_and_pages(case: Case, device: tor
             torch.testing.assert_close(got.double(), wanted, rtol=2e-6, atol=2e-5)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 256])
-def test_every_head_dim_of_either_model(dim: int, way: str, device: torch.device) -> None:
-    case = replace(SMALL, widths=(dim, dim), rotary=(dim, dim), tokens=3, k=1, shared=way == "before")
+def mapped_both_ways(case: Case, device: torch.device, **options: Any) -> tuple[Columns, Columns]:
+    """By the kernels on a device, and by the reference."""
     cache_map, inputs = case.build()
     output, expected = case.columns(cache_map), case.columns(cache_map)
     map_cache_reference(cache_map, inputs, expected)
     there = place_output(output, lambda x: x.to(device))
-    on_device = moved(cache_map, inputs, device)
-    map_cache_triton(*on_device, there, strip=way)
+    map_cache_triton(*moved(cache_map, inputs, device), there, **options)
+    return there, expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 256])
+def test_every_head_dim_of_either_model(dim: int, way: str, device: torch.device) -> None:
+    case = replace(SMALL, widths=(dim, dim), rotary=(dim, dim), tokens=3, k=1, shared=way == "before")
+    there, expected = mapped_both_ways(case, device, strip=way)
     same_up_to(there, expected, 2e-6, 2e-5)
 
 
@@ -101,12 +107,7 @@ def test_dtypes_cost_no_more_than_their_own_rounding(
     cache: torch.dtype, weight: torch.dtype, out: torch.dtype, way: str, device: torch.device
 ) -> None:
     case = replace(SMALL, cache=cache, weight=weight, out=out, shared=way == "before", widths=(16, 16))
-    cache_map, inputs = case.build()
-    output, expected = case.columns(cache_map), case.columns(cache_map)
-    map_cache_reference(cache_map, inputs, expected)
-    there = place_output(output, lambda x: x.to(device))
-    on_device = moved(cache_map, inputs, device)
-    map_cache_triton(*on_device, there, strip=way)
+    there, expected = mapped_both_ways(case, device, strip=way)
     # Features that rounding makes differ by one step, of 16 to 32 terms, and the output's own step.
     step = max(torch.finfo(out).eps, torch.finfo(torch.bfloat16 if weight is FP8 else weight).eps)
     same_up_to(there, expected, 2 * step, 2 * step)
@@ -242,10 +243,5 @@ def test_chunks_change_no_bit(chunk_tokens: int, device: torch.device) -> None:
 )
 def test_tiles_of_any_size_give_the_same(tile: Tile, device: torch.device) -> None:
     case = replace(SMALL, heads=(2, 5), widths=(16, 16), rotary=(16, 16), tokens=37, native=1, n_target=2)
-    cache_map, inputs = case.build()
-    output, expected = case.columns(cache_map), case.columns(cache_map)
-    map_cache_reference(cache_map, inputs, expected)
-    there = place_output(output, lambda x: x.to(device))
-    on_device = moved(cache_map, inputs, device)
-    map_cache_triton(*on_device, there, tile=tile)
+    there, expected = mapped_both_ways(case, device, tile=tile)
     same_up_to(there, expected, 2e-6, 2e-5)

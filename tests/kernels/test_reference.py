@@ -15,25 +15,12 @@ from kvmap.mappers import LinearMapper
 from kvmap.mappers.compressed import CompressedLinearMapper
 from kvmap.models.cache import KVCache
 from kvmap.models.rope import Rotation
-from tests.kernels.map_cases import CASES, Case, by_complex_numbers, read_pages
+from tests.kernels.map_cases import CASES, Case, assert_computes_the_equation
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_it_computes_the_equation(case: Case) -> None:
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
-        exact = replace(case, cache=dtype, weight=dtype, out=dtype)
-        cache_map, inputs = exact.build()
-        columns, pages = exact.columns(cache_map), exact.pages(cache_map)
-        expected = by_complex_numbers(cache_map, inputs, columns)
-        for output in (columns, pages):
-            counts = map_cache_reference(cache_map, inputs, output)
-            assert counts.shape == (len(cache_map.layers), 2, 2)
-            assert not counts.any()
-        for (kind, layer), wanted in expected.items():
-            torch.testing.assert_close(
-                columns.tensor(kind, layer).double(), wanted, rtol=tolerance, atol=10 * tolerance
-            )
-            assert torch.equal(read_pages(pages, kind, layer, case.tokens), columns.tensor(kind, layer))
+    assert_computes_the_equation(case, map_cache_reference)
 
 
 def test_pages_are_written_at_their_places_alone() -> None:

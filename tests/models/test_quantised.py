@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -160,17 +161,22 @@ def test_fp8_is_computed_as_it_is_where_a_gpu_can(monkeypatch: pytest.MonkeyPatc
         assert quantisation_of(config) == name
 
 
-def test_bitsandbytes_without_its_package_is_refused_by_name(tmp_path: Path) -> None:
+def test_bitsandbytes_without_its_package_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec, _ = save_fp8(tmp_path / "bnb")
     path = Path(spec.id) / "config.json"
     config = json.loads(path.read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     path.write_text(json.dumps(config))
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError:
-        with pytest.raises(UnsupportedModel, match="bitsandbytes-4bit, which needs a GPU and the package"):
-            load_model(spec)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "bitsandbytes" else found(name, *rest),
+    )
+    with pytest.raises(UnsupportedModel, match="bitsandbytes-4bit, which needs a GPU and the package"):
+        load_model(spec)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "torchao", "compressed-tensors"])

@@ -178,7 +178,7 @@ def test_attention_over_visible_columns_is_the_models_own(name: str) -> None:
     expected = projection_inputs(model)
     shown = {}
 
-    def on_layer(layer, query, key, value, scaling, softcap):  # type: ignore[no-untyped-def]
+    def on_layer(layer, query, key, value, scaling, softcap):
         window = model.geometry.layers[layer].window
         visible = visible_columns(mask.bool(), torch.arange(N_TOKENS), window)
         weights = attention_weights(attention_scores(query, key, scaling, softcap), visible)

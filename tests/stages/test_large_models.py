@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 from pathlib import Path
 
 import pytest
-import torch
 
-from kvmap import files
 from kvmap.errors import KvmapError
 from kvmap.stages import run_stages
 from kvmap.zoo import weights_folder
+from tests.killed_writes import ends
 from tests.stages.conftest import Finished, Runner, configured
 
 CALIBRATE = "stages=[calibrate] calibration.batch_size=4"
@@ -86,27 +82,8 @@ def test_every_stage_works_on_offloaded_models(run, tmp_path) -> None:
 
 
 def killed(settings: str, outputs: Path, directory: Path, write: int) -> bool:
-    """Whether a run comes to its end: its process is killed (-9) before one of its tensor files is there."""
-
-    def start() -> None:
-        torch.set_num_threads(1)
-        n_writes, replace = 0, os.replace
-
-        def replacing(temporary: str, path: str) -> None:
-            nonlocal n_writes
-            n_writes += str(path).endswith(".safetensors")
-            if n_writes == write:
-                os.kill(os.getpid(), signal.SIGKILL)
-            replace(temporary, path)
-
-        files.os.replace = replacing
-        run_stages(configured(settings, outputs), directory)
-
-    process = multiprocessing.get_context("fork").Process(target=start)
-    process.start()
-    process.join(timeout=100)
-    assert process.exitcode in (0, -signal.SIGKILL)
-    return process.exitcode == 0
+    """Whether a run comes to its end that is killed before one of its tensor files is there."""
+    return ends(lambda: run_stages(configured(settings, outputs), directory), write, suffix=".safetensors")
 
 
 @pytest.mark.parametrize(
