@@ -44,7 +44,7 @@ def test_random_weights_are_shortened_and_labelled(capsys):
     ("more", "complaint"),
     [
         (["--max-layers", "2"], "add --random-weights"),
-        (["--top-k", "9"], "top_k=9: the source has"),
+        (["--top-k", "9"], "top_k=9: the source has 3 layers; expected an integer from 1 to 3"),
         (["--lengths", "2"], "length 2: expected at least 3"),
     ],
 )
