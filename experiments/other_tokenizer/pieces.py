@@ -1,7 +1,6 @@
 """Train a model of the shipped family on the same world, but with a tokenizer of word pieces.
 
-python experiments/other_tokenizer/pieces.py --model tiny-medium --steps 350 --out DIR: one thread; the same
-command on the same machine and library versions gives the same weights.
+python experiments/other_tokenizer/pieces.py --model tiny-medium --steps 350 --out DIR: one thread.
 """
 
 from __future__ import annotations
