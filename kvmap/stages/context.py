@@ -14,6 +14,7 @@ from kvmap.data import TextSpec, TokenBlocks, read_texts, token_blocks
 from kvmap.files import read_json, write_json
 from kvmap.models.pair import ModelNotFound, ModelPair, ModelSpec, read_geometry
 from kvmap.models.shapes import shape_geometry
+from kvmap.models.spec import is_local
 from kvmap.tracking import Run
 from kvmap.transfer import TransferOptions
 
@@ -200,9 +201,10 @@ def plain(value: Any) -> Any:
 
 
 def _spec(model: ModelConfig) -> ModelSpec:
+    """Where a model is. The revision that a pair file pins is the hub's: folders have none."""
     return ModelSpec(
         id=model.id,
-        revision=model.revision,
+        revision=None if is_local(model.id) else model.revision,
         gguf_file=model.gguf_file,
         dtype=model.dtype,
         device=model.device,
