@@ -172,8 +172,8 @@ def _download(spec: ModelSpec, patterns: list[str]) -> Path:
         ) from error
     except RevisionNotFoundError as error:
         raise ModelNotFound(
-            f"{spec.id} has no revision {spec.revision!r} on the hub. Where a pair file pins it and the id is "
-            "another, set pair.<role>.revision=null as well"
+            f"{spec.id} has no revision {spec.revision!r} on the hub. Where a pair file pins it and the id "
+            "is another, set pair.<role>.revision=null as well"
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelNotFound(
