@@ -16,6 +16,8 @@ HOST_SHARE = 0.95
 """Of a host's memory, what a run can take."""
 
 DEVICE, HOST, DISK = "device", "host", "disk"
+MAPPED = "moments, mapped from disk"
+"""In memory as far as there is room: counted in a peak, but nothing fails for want of it."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,14 @@ class Need:
         """All of them."""
         return sum(self.parts.values())
 
+    @property
+    def held_bytes(self) -> int:
+        """All but what is mapped from disk and goes where there is no room."""
+        return self.n_bytes - self.parts.get(MAPPED, 0)
+
     def over(self, machine: Machine) -> float:
         """Bytes that do not fit; 0 where all do."""
-        return max(0.0, self.n_bytes - machine.capacity(self.place))
+        return max(0.0, self.held_bytes - machine.capacity(self.place))
 
 
 class _Places:
@@ -108,7 +115,8 @@ def needs(run: PlannedRun, settings: Settings, machine: Machine) -> list[Need]:
     for stage, of_stage in (("fit", _fit), ("diagnose", _diagnose), ("evaluate", _evaluate)):
         if run.asks(stage):
             found += of_stage(run, settings, machine)
-    if run.asks("benchmark") and run.lengths:
+    # which holds both models, and is left out of a run that never does
+    if run.asks("benchmark") and run.lengths and not (settings.sequential or settings.evaluation_sequential):
         found += _benchmark(run, settings, machine)
     return found
 
@@ -116,6 +124,28 @@ def needs(run: PlannedRun, settings: Settings, machine: Machine) -> list[Need]:
 def overflow(found: list[Need], machine: Machine) -> float:
     """Bytes that do not fit, over all stages and places."""
     return sum(need.over(machine) for need in found)
+
+
+def offloaded_reads(run: PlannedRun, settings: Settings, found: list[Need], machine: Machine) -> float:
+    """Bytes of weights that are brought in, over all forwards: those that rest elsewhere than they compute.
+
+    A calibration of one model at a time reads layer by layer: each weight once for all batches.
+    """
+    away = (DISK,) if machine.on_host else (HOST, DISK)
+    per_batch = max(1, -(-run.n_sequences // settings.batch_size))
+    scored = sum(-(-text.n // settings.evaluation_batch_size) for text in run.texts)
+    reads = {
+        "calibrate": 1 if settings.sequential else per_batch,
+        "diagnose": -(-run.diagnosed[0] // settings.batch_size),
+        "evaluate": run.n_arms * scored,
+        "benchmark": 2 * run.benchmark_turns * len(run.lengths),
+    }
+    total = 0.0
+    for need in found:
+        if need.place in away:
+            resting = sum(size for what, size in need.parts.items() if what.endswith("weights"))
+            total += resting * reads.get(need.stage, 0)
+    return total
 
 
 def cache_bytes(run: PlannedRun, role: str, n_tokens: int) -> int:
@@ -131,15 +161,16 @@ def captures_bytes(run: PlannedRun) -> int:
 
 
 def _weights(
-    places: _Places,
-    run: PlannedRun,
-    settings: Settings,
-    *,
-    one_at_a_time: bool,
-    roles: tuple[str, ...] = ROLES,
+    places: _Places, run: PlannedRun, settings: Settings, *, one_at_a_time: bool, logits: bool = True
 ) -> None:
-    """Both models' weights, or the larger's alone; those that are spread come last, where room is left."""
-    sizes = {role: run.models[role].weights_bytes(fp8=places.machine.device.fp8) for role in roles}
+    """Both models' weights, or the larger's alone; those that are spread come last, where room is left.
+
+    On the host weights are mapped from their files: an output head of its own that no logits ask for is
+    never read.
+    """
+    sizes = {role: run.models[role].weights_bytes(fp8=places.machine.device.fp8) for role in ROLES}
+    if places.machine.on_host and not logits:
+        sizes = {role: size - run.models[role].head_bytes for role, size in sizes.items()}
     if one_at_a_time:
         larger = max(sizes, key=sizes.__getitem__)
         sizes = {larger: sizes[larger]}
@@ -174,7 +205,7 @@ def _calibrate(run: PlannedRun, settings: Settings, machine: Machine) -> Iterato
         waiting = captures_bytes(run)
         places.add(DISK, "captured caches", waiting if bound is None else min(waiting, bound))
     places.add(DISK, "moments", plan.table_bytes)
-    _weights(places, run, settings, one_at_a_time=settings.sequential)
+    _weights(places, run, settings, one_at_a_time=settings.sequential, logits=False)
     yield from places.needs("calibrate")
 
 
@@ -191,7 +222,7 @@ def fit_bytes(run: PlannedRun, settings: Settings, machine: Machine) -> dict[str
     m = sum(of_layer) if shared else max(of_layer)
     weights = run.mapper_bytes(settings)
     system = 8 * (2 * p * p + 2 * p * m)
-    return {"moments": plan.table_bytes // 2, "system": max(system, weights), "map": weights}
+    return {MAPPED: plan.table_bytes // 2, "system": max(system, weights), "map": weights}
 
 
 def _fit(run: PlannedRun, settings: Settings, machine: Machine) -> Iterator[Need]:
@@ -201,7 +232,7 @@ def _fit(run: PlannedRun, settings: Settings, machine: Machine) -> Iterator[Need
         places.add(HOST, what, n_bytes)
     places.add(DISK, "map", run.mapper_bytes(settings))
     if after_calibration and not settings.sequential:  # which leaves its models loaded
-        _weights(places, run, settings, one_at_a_time=False)
+        _weights(places, run, settings, one_at_a_time=False, logits=False)
     yield from places.needs("fit")
 
 
@@ -210,7 +241,7 @@ def _diagnose(run: PlannedRun, settings: Settings, machine: Machine) -> Iterator
     places = _Places(machine)
     tokens = min(settings.batch_size, max(n, 1)) * length
     mapped = cache_bytes(run, "target", tokens)
-    places.add(HOST, "moments", run.chosen_moments(settings, machine.host_bytes).table_bytes)
+    places.add(HOST, MAPPED, run.chosen_moments(settings, machine.host_bytes).table_bytes)
     places.add(DEVICE, "map", run.mapper_bytes(settings))
     # keys and values of one layer, true and mapped, in float32 beside the caches
     places.add(DEVICE, "caches and forward", _reading(run, tokens) + 2 * mapped)

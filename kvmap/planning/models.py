@@ -27,6 +27,7 @@ class ModelFacts:
         dtype: that it will compute in, by name.
         parameters: all of them, tied ones once.
         matrices: those of its layers' matrices, which quantisation stores in fewer bytes.
+        head: those of an output head of its own, which only logits need.
         mlp: the widest intermediate of a layer, for one token.
         work: what a token is multiplied with.
         quantisation: of the checkpoint, see `kvmap.models.quantisation`; "none".
@@ -37,6 +38,7 @@ class ModelFacts:
     dtype: str
     parameters: int
     matrices: int
+    head: int
     mlp: int
     work: DecoderWork
     quantisation: str
@@ -62,6 +64,11 @@ class ModelFacts:
         wide = float(self.item_bytes)
         stored = _QUANTISED_BYTES.get(name, wide)
         return round(self.matrices * stored + (self.parameters - self.matrices) * wide)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of an output head of its own."""
+        return self.head * self.item_bytes
 
     def prefill_bytes(self, n_tokens: int) -> int:
         """Bytes that a forward of so many tokens takes besides weights and cache, about.
@@ -113,11 +120,16 @@ def facts_of(config: Any, spec: ModelSpec, origin: str = "config") -> ModelFacts
         dtype=_dtype(spec, config, text),
         parameters=sum(weight.numel() for weight in model.parameters()) + (shape.beside if shape else 0),
         matrices=matrices,
+        head=0 if _tied(model) else model.get_output_embeddings().weight.numel(),
         mlp=_mlp(text, geometry),
         work=work_of(body, geometry, text),
         quantisation="fp8" if shape is not None and shape.fp8 else quantisation,
         origin=origin,
     )
+
+
+def _tied(model: Any) -> bool:
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def _on_no_device(config: Any) -> Any:

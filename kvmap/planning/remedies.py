@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvmap.fit.planner import best_plan
-from kvmap.planning.memory import DEVICE, HOST, Machine, Need, needs, overflow
+from kvmap.planning.memory import DEVICE, HOST, Machine, Need, needs, offloaded_reads, overflow
 from kvmap.planning.run import ROLES, PlannedRun, Settings
 
 GIB = 2**30
+
+STAGES = ("calibrate", "fit", "diagnose", "evaluate")
+"""That a run of one model at a time can have."""
 
 Change = Callable[[Settings], Settings]
 
@@ -58,19 +61,21 @@ def advise(run: PlannedRun, machine: Machine, keys: dict[str, str]) -> Advice:
     """
     chosen: list[Remedy] = []
     for remedy in remedies(run, machine):
-        if _left(run, machine, chosen) == 0:
+        if _cost(run, machine, chosen)[0] == 0:
             break
-        trial = [each for each in chosen if each.name != remedy.name] + [remedy]
-        if _left(run, machine, trial) < _left(run, machine, chosen):
+        trial = _with(chosen, remedy)
+        if _cost(run, machine, trial)[0] < _cost(run, machine, chosen)[0]:
             chosen = trial
-    if _left(run, machine, chosen) == 0:  # what came first may not be needed any more
-        for remedy in list(chosen):
-            without = [each for each in chosen if each is not remedy]
-            if _left(run, machine, without) == 0:
-                chosen = without
+    for remedy in chosen[::-1]:  # what came first may have made what came later needless, or the reverse
+        without = [each for each in chosen if each is not remedy]
+        if _cost(run, machine, without) <= _cost(run, machine, chosen):
+            chosen = without
+    trial = _with(chosen, _more_at_a_time(run, machine))
+    if _cost(run, machine, trial) < _cost(run, machine, chosen):
+        chosen = trial
     settings = _applied(run.settings, chosen)
-    lines = list(_overrides(run, settings, machine, keys))
     reasons = {remedy.name: remedy.why for remedy in chosen}
+    lines = list(_overrides(run, settings, machine, keys))
     return Advice(
         tuple(line for _, line in lines),
         tuple(reasons[name] for name, _ in lines),
@@ -83,12 +88,12 @@ def remedies(run: PlannedRun, machine: Machine) -> Iterator[Remedy]:
     """All of them, the least costly first."""
     if not machine.on_host:
         yield Remedy("tables", "moments grow in host memory", lambda s: replace(s, tables_on_host=True))
+    yield _fewer_at_a_time(run, machine)
     yield Remedy(
-        "budget",
-        "fewer moments at a time, in more passes over the text",
-        lambda s: replace(s, budget_bytes=_budget(run, s, machine)),
+        "sequential",
+        "one model in memory at a time, and no benchmark, which holds both",
+        lambda s: replace(s, sequential=True, evaluation_sequential=True),
     )
-    yield Remedy("sequential", "one model in memory at a time", _one_at_a_time(run))
     for name, why in (
         ("batch", "fewer sequences at a time while calibrating"),
         ("evaluation_batch", "fewer sequences at a time while evaluating"),
@@ -101,11 +106,7 @@ def remedies(run: PlannedRun, machine: Machine) -> Iterator[Remedy]:
         why = f"the {role}'s weights rest where there is room, host memory and then disk, and are brought in"
         yield Remedy(role, why, _placed(role))
     # once more, with the room that the others have left
-    yield Remedy(
-        "budget",
-        "fewer moments at a time, in more passes over the text",
-        lambda s: replace(s, budget_bytes=_budget(run, s, machine)),
-    )
+    yield _fewer_at_a_time(run, machine)
     yield Remedy(
         "mode",
         "only moments of chosen layers; another k needs them again",
@@ -123,13 +124,23 @@ def remedies(run: PlannedRun, machine: Machine) -> Iterator[Remedy]:
         yield Remedy("top_k", "fewer source layers: another map", _top_k(k), same_map=False)
 
 
-def _one_at_a_time(run: PlannedRun) -> Change:
-    allowed = not (run.asks("benchmark") and run.loads)  # which holds both
+def _fewer_at_a_time(run: PlannedRun, machine: Machine) -> Remedy:
+    return _budget_remedy(run, machine, "fewer moments at a time, in more passes over the text")
 
-    def change(settings: Settings) -> Settings:
-        return replace(settings, sequential=True, evaluation_sequential=True) if allowed else settings
 
-    return change
+def _more_at_a_time(run: PlannedRun, machine: Machine) -> Remedy:
+    return _budget_remedy(run, machine, "more moments at a time, in fewer passes over the text")
+
+
+def _budget_remedy(run: PlannedRun, machine: Machine, why: str) -> Remedy:
+    return Remedy("budget", why, lambda s: replace(s, budget_bytes=_budget(run, s, machine)))
+
+
+def _with(chosen: Sequence[Remedy], remedy: Remedy) -> list[Remedy]:
+    """Of one name the last counts; a budget is taken of the room that all others leave."""
+    others = [each for each in chosen if each.name != remedy.name]
+    found = [*others, remedy]
+    return sorted(found, key=lambda each: each.name == "budget")
 
 
 def _batch(name: str, size: int) -> Change:
@@ -174,12 +185,14 @@ def _applied(settings: Settings, chosen: Sequence[Remedy]) -> Settings:
     return settings
 
 
-def _left(run: PlannedRun, machine: Machine, chosen: Sequence[Remedy]) -> float:
-    found = needs(run, _applied(run.settings, chosen), machine)
-    budget = _applied(run.settings, chosen)
-    fits = best_plan(run.moments(budget, machine.host_bytes)) is not None or not run.calibrates
-    smallest = min(plan.peak_bytes for plan in run.moments(budget, machine.host_bytes))
-    return overflow(found, machine) + (0 if fits else smallest)
+def _cost(run: PlannedRun, machine: Machine, chosen: Sequence[Remedy]) -> tuple[float, float, int]:
+    """Bytes that do not fit, bytes of weights that are brought in over a run, and passes over the text."""
+    settings = _applied(run.settings, chosen)
+    found = needs(run, settings, machine)
+    plan = run.chosen_moments(settings, machine.host_bytes)
+    refused = 0 if plan.fits or not run.calibrates else plan.peak_bytes
+    brought_in = offloaded_reads(run, settings, found, machine)
+    return overflow(found, machine) + refused, brought_in, plan.n_passes
 
 
 def _overrides(
@@ -191,6 +204,9 @@ def _overrides(
         yield "tables", "calibration.device=cpu"
     if settings.sequential != own.sequential:
         yield "sequential", "calibration.sequential=true"
+        stages = [stage for stage in STAGES if run.asks(stage)]
+        if run.asks("benchmark"):
+            yield "sequential", f"stages=[{','.join(['plan', *stages, 'report'])}]"
     if settings.evaluation_sequential != own.evaluation_sequential:
         yield "sequential", "evaluation.sequential=true"
     if settings.batch_size != own.batch_size:
@@ -223,7 +239,7 @@ def _least(found: Sequence[Need], place: str, role: str, machine: Machine) -> in
     what = f"{role} weights"
     stages = {need.stage for need in found if what in need.parts}
     rooms = [
-        machine.capacity(place) - need.n_bytes + need.parts.get(what, 0)
+        machine.capacity(place) - need.held_bytes + need.parts.get(what, 0)
         for need in found
         if need.place == place and need.stage in stages
     ]
