@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -83,9 +82,11 @@ def host_device(threads: int | None = None) -> Device:
     """The processor, by its cores alone.
 
     Args:
-        threads: that torch uses; None: as many as there are cores.
+        threads: that torch is to use; None: as many as it would.
     """
-    n = threads or os.cpu_count() or 1
+    import torch
+
+    n = threads or torch.get_num_threads()
     return Device("cpu", {dtype: n * rate for dtype, rate in _CORE.items()}, _HOST_BYTES_PER_S, None)
 
 
