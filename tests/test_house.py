@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "fit": FIT,
     "mappers": FIT | {"mappers"},
     "transfer": TRANSFER,
+    "planning": TRANSFER | {"planning"},
     "diagnostics": TRANSFER | {"diagnostics"},
     "evaluation": TRANSFER | {"evaluation"},
     "harness": TRANSFER | {"evaluation", "harness"},
@@ -55,7 +56,7 @@ MAY_IMPORT = {
     "prediction": BASE | {"evaluation", "figures", "studies", "prediction"},
     "stages": TRANSFER
     | {"stages", "config", "artifacts", "tracking", "report", "figures"}
-    | {"diagnostics", "evaluation", "harness", "benchmark"},
+    | {"planning", "diagnostics", "evaluation", "harness", "benchmark"},
     "sweeps": BASE | {"config", "preemption", "provenance", "report", "sweeps"},
     "run": {"config", "errors", "preemption", "stages", "sweeps"},
     "sweep": {"run", "sweeps"},

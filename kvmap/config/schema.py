@@ -22,6 +22,7 @@ MOMENTS_MODES = ("auto", "full", "head_local", "selected")
 OUTLIER_POLICIES = ("keep", "drop", "separate")
 SELECTION_RULES = ("r2", "forward", "cosine", "proportional", "all")
 ROPE_STRATEGIES = ("strip", "coupled", "no_rerotate")
+PLAN_DEVICES = ("auto", "measured", "cpu", "b200", "h200", "h100", "a100", "l40s", "l4", "a10", "rtx4090")
 ALIGNMENTS = ("refuse", "spans")
 ALIGNMENT_RULES = ("last", "ended", "mean")
 TEXT_KINDS = ("world", "jsonl", "text", "hf")
@@ -386,6 +387,16 @@ class BenchmarkConfig:
 
 
 @dataclass
+class PlanConfig:
+    """What stage `plan` plans for; no result depends on it."""
+
+    device: str = "auto"
+    device_memory_gib: float | None = None
+    host_memory_gib: float | None = None
+    lengths: list[int] = field(default_factory=lambda: [1024, 8192, 32768])
+
+
+@dataclass
 class TrackingConfig:
     """Where metrics go besides the run directory."""
 
@@ -435,3 +446,4 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)

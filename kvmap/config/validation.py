@@ -26,6 +26,7 @@ from kvmap.config.schema import (
     OUTLIER_POLICIES,
     PACKINGS,
     PENALTIES,
+    PLAN_DEVICES,
     RECOMPUTE_RULES,
     REGRESSORS,
     REQUIRED_ARMS,
@@ -101,6 +102,7 @@ def _choices(cfg: Config) -> Iterator[str]:
         "tracking.backend": (cfg.tracking.backend, TRACKING_BACKENDS),
         "kernels.map_cache": (cfg.kernels.map_cache, MAP_CACHE_PATHS),
         "kernels.moments": (cfg.kernels.moments, MOMENTS_PATHS),
+        "plan.device": (cfg.plan.device, PLAN_DEVICES),
         "pair.source.dtype": (cfg.pair.source.dtype, DTYPES),
         "pair.target.dtype": (cfg.pair.target.dtype, DTYPES),
     }
@@ -172,6 +174,7 @@ def _ranges(cfg: Config) -> Iterator[str]:
             f"calibration.held_out_share={calibration.held_out_share}: expected a share between 0 and 1, "
             "both excluded; 0.2 holds out a fifth of the sequences"
         )
+    yield from _plan(cfg)
     yield from _nothing_mapped(cfg)
     native_head = cfg.transfer.native_head if calibration.native_head is None else calibration.native_head
     if native_head >= calibration.sequence_length > 1:
@@ -180,6 +183,18 @@ def _ranges(cfg: Config) -> Iterator[str]:
             f"sequences of "
             f"calibration.sequence_length={calibration.sequence_length}; lower the one or raise the other"
         )
+
+
+def _plan(cfg: Config) -> Iterator[str]:
+    """What a plan is made for."""
+    for key, size in (
+        ("plan.device_memory_gib", cfg.plan.device_memory_gib),
+        ("plan.host_memory_gib", cfg.plan.host_memory_gib),
+    ):
+        if size is not None and not 0 < size < math.inf:
+            yield f"{key}={size}: expected a number above 0, or null for the device's own or this machine's"
+    if any(length < 1 for length in cfg.plan.lengths):
+        yield f"plan.lengths={list(cfg.plan.lengths)}: expected numbers of tokens, each at least 1"
 
 
 def _nothing_mapped(cfg: Config) -> Iterator[str]:

@@ -109,7 +109,7 @@ def moments_plans(
     plans = []
     for name in MODES:
         if name != "head_local" or support == "head_local":
-            tables = _sizes(layout, name, support, regressors, top_k)
+            tables = table_sizes(layout, name, support, regressors, top_k)
             rows = batch_tokens * row_bytes(layout, name, tables)
             plans.append(_plan(name, tables, rows, budget_bytes, two_passes))
     if mode == "auto":
@@ -172,9 +172,13 @@ def _plan(
     return MomentsPlan(mode, sum(sizes), largest + rows, n_passes, largest + rows <= budget_bytes)
 
 
-def _sizes(layout: Layout, mode: str, support: str, regressors: str, top_k: int) -> list[tuple[int, int]]:
-    """(p, q) of each table, for heads of one width and number, as the supported families have them; of
-    layers that differ the widest are counted.
+def table_sizes(
+    layout: Layout, mode: str, support: str, regressors: str, top_k: int
+) -> list[tuple[int, int]]:
+    """(p, q) of each table of a mode.
+
+    For heads of one width and number, as the supported families have them; of layers that differ the widest
+    are counted.
     """
     both_kinds = regressors == "both_kinds"
     targets = n_channels(layout.target_shape)
@@ -188,7 +192,7 @@ def _sizes(layout: Layout, mode: str, support: str, regressors: str, top_k: int)
         return [(features, targets * (2 if both_kinds else 1) // heads)] * heads * (1 if both_kinds else 2)
     if top_k == len(layout.source_shape):  # all target layers read the same, and share their tables
         richer = "head_local" if support == "head_local" else "full"
-        return _sizes(layout, richer, support, regressors, top_k)
+        return table_sizes(layout, richer, support, regressors, top_k)
     if support == "head_local":
         features = _own(layout, top_k) * (2 if both_kinds else 1)
         return [(features, width) for n, width in layout.target_shape for _ in range(2 * n)]

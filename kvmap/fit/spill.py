@@ -147,7 +147,7 @@ def _batch_bytes(pair: ModelPair, n_tokens: int, layerwise: bool | None) -> tupl
         (pair.target_geometry, pair.target_identity.dtype),
     ):
         width = torch.empty((), dtype=getattr(torch, dtype)).element_size()
-        sizes.append(_cache_bytes(geometry, n_tokens, width))
+        sizes.append(cache_file_bytes(geometry, n_tokens, width))
         # one layer's states are written while those before it are still there
         hidden.append(n_tokens * geometry.hidden_size * width)
     if layerwise is False:
@@ -155,6 +155,13 @@ def _batch_bytes(pair: ModelPair, n_tokens: int, layerwise: bool | None) -> tupl
     return sum(sizes) + max(hidden), max(sizes) + max(hidden)
 
 
-def _cache_bytes(geometry: Geometry, n_tokens: int, width: int) -> int:
+def cache_file_bytes(geometry: Geometry, n_tokens: int, width: int) -> int:
+    """Disk of a cache's file, bytes.
+
+    Args:
+        geometry: of the model.
+        n_tokens: columns, of all rows together.
+        width: bytes of a number.
+    """
     columns = geometry.n_layers * (_COLUMN_BYTES * n_tokens + 4 * geometry.head_dim)
     return geometry.kv_bytes(n_tokens, width) + columns + (geometry.n_layers + 2) * 2 * _HEADER_BYTES

@@ -26,6 +26,8 @@ class DecoderShape:
         rope: transformers' rope_parameters.
         max_positions: the longest context its config allows.
         tied: whether the head shares the embedding's weights.
+        fp8: whether the layers' matrices are stored in 8 bits; in 16 where not.
+        beside: parameters of the rest of a multimodal wrapper, about.
     """
 
     family: str
@@ -39,6 +41,8 @@ class DecoderShape:
     max_positions: int
     rope: Mapping[str, Any] = field(default_factory=dict)
     tied: bool = False
+    fp8: bool = False
+    beside: int = 0
 
 
 def _rope(theta: float, rope_type: str = "default", **settings: float) -> dict[str, Any]:
@@ -81,8 +85,9 @@ def _llama(
     )
 
 
-def _ministral(n_layers: int, hidden: int, mlp: int) -> DecoderShape:
-    return DecoderShape("Ministral3", n_layers, hidden, 32, 8, 128, mlp, 131072, 262144, _MINISTRAL)
+def _ministral(n_layers: int, hidden: int, mlp: int, tied: bool = False) -> DecoderShape:
+    sizes = (n_layers, hidden, 32, 8, 128, mlp, 131072, 262144)
+    return DecoderShape("Ministral3", *sizes, _MINISTRAL, tied, fp8=True, beside=400_000_000)
 
 
 _QWEN25_05B = DecoderShape("Qwen2", 24, 896, 14, 2, 64, 4864, 151936, 32768, _rope(1e6), True)
@@ -99,7 +104,7 @@ SHAPES: Mapping[str, DecoderShape] = {
     "meta-llama/Llama-3.1-8B": _llama(32, 4096, 32, 14336, 8.0),
     "meta-llama/Llama-3.1-70B": _llama(80, 8192, 64, 28672, 8.0),
     "meta-llama/Llama-3.2-3B": _llama(28, 3072, 24, 8192, 32.0, tied=True),
-    "mistralai/Ministral-3-3B-Instruct-2512": _ministral(26, 3072, 9216),
+    "mistralai/Ministral-3-3B-Instruct-2512": _ministral(26, 3072, 9216, tied=True),
     "mistralai/Ministral-3-8B-Instruct-2512": _ministral(34, 4096, 14336),
     "mistralai/Ministral-3-14B-Instruct-2512": _ministral(40, 5120, 16384),
     "Qwen/Qwen2.5-1.5B": _QWEN25_15B,

@@ -113,6 +113,11 @@ def weight_files(spec: ModelSpec, folder: Path) -> list[Path]:
     raise ModelNotFound(f"{spec.name}: no model.safetensors (or an index of shards) in {folder}; {hint}")
 
 
+def is_local(model_id: str) -> bool:
+    """Whether an id names a folder of this machine or the shipped family, and not a model of the hub."""
+    return model_id.startswith("zoo:") or Path(model_id).expanduser().is_dir()
+
+
 def _folder(spec: ModelSpec, patterns: list[str]) -> Path:
     folder = _local_folder(spec)
     if folder is None:
@@ -166,7 +171,10 @@ def _download(spec: ModelSpec, patterns: list[str]) -> Path:
             "HF_TOKEN"
         ) from error
     except RevisionNotFoundError as error:
-        raise ModelNotFound(f"{spec.id} has no revision {spec.revision!r} on the hub") from error
+        raise ModelNotFound(
+            f"{spec.id} has no revision {spec.revision!r} on the hub. Where a pair file pins it and the id "
+            "is another, set pair.<role>.revision=null as well"
+        ) from error
     except RepositoryNotFoundError as error:
         raise ModelNotFound(
             f"{spec.id!r} is neither a local folder nor a model on the hub that you may read (a private "

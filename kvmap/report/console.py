@@ -19,6 +19,9 @@ from kvmap.report.results import (
     measures_grid,
     missing_reason,
     plan_grid,
+    plan_memory_grid,
+    plan_settings_grid,
+    plan_work_grid,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +44,9 @@ def print_summary(directory: Path, console: Console | None = None) -> None:
     measures = measures_grid(arms)
     if not arms:
         print_grid(plan_grid(read_table(directory, "plan")), console)
+        print_grid(plan_work_grid(read_table(directory, "plan_work")), console)
+        print_grid(plan_memory_grid(read_table(directory, "plan_memory")), console)
+    print_grid(plan_settings_grid(read_table(directory, "plan_settings")), console)
     if measures is not None:
         for grid in fitting(measures, console.width, n_labels=3):
             print_grid(grid, console)
@@ -57,8 +63,25 @@ def print_summary(directory: Path, console: Console | None = None) -> None:
 
 def run_lines(directory: Path, run: Mapping[str, object], arms: Sequence[Row]) -> list[str]:
     """What else is to be known: of the map, of answers kept from before, of arms that are not there."""
-    lines = [*map_lines(directory), *reuse_lines(run), *map(missing_reason, arms)]
+    lines = [*map_lines(directory), *plan_lines(run), *reuse_lines(run), *map(missing_reason, arms)]
     return [line for line in dict.fromkeys(lines) if line]
+
+
+def plan_lines(run: Mapping[str, object]) -> Iterator[str]:
+    """What a plan was made for, from what it was made, what it leaves out, and what would still not fit."""
+    facts = run.get("facts", {})
+    planned = facts.get("planned_for") if isinstance(facts, Mapping) else None
+    if not isinstance(facts, Mapping) or not planned:
+        return
+    models = planned["models"].items()
+    known = ", ".join(f"{role} {said['dtype']}, known from {said['known_from']}" for role, said in models)
+    efficiency = f"{planned['efficiency']:.0%} of its peak"
+    host = f"{planned['host_bytes'] / 2**30:.3g} GiB of host memory"
+    yield f"plan: {planned['device']} at {efficiency}, {host}; {known}"
+    if planned["not_counted"]:
+        yield f"plan: not counted: {', '.join(planned['not_counted'])}"
+    if left := facts.get("plan_left_over_bytes"):
+        yield f"plan: {left / 2**30:.3g} GiB do not fit with any settings that are known here"
 
 
 def ending(run: Row) -> str:

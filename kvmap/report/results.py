@@ -127,6 +127,44 @@ def plan_grid(rows: Sequence[Row], *, folded: bool = False) -> Grid | None:
     return Grid("Plan", ["part", "quantity", "value"], lines, n_left=2, breaks=breaks[1:], folded=folded)
 
 
+def plan_work_grid(rows: Sequence[Row]) -> Grid | None:
+    """FLOPs and seconds of the stages that were planned, each stage's parts together."""
+    if not rows:
+        return None
+    lines = []
+    for stage in dict.fromkeys(str(row["stage"]) for row in rows):
+        parts = [row for row in rows if row["stage"] == stage]
+        flops, seconds = (sum(number(row[key]) for row in parts) for key in ("tflop", "seconds"))
+        lines.append([spoken(stage), three_digits(flops), three_digits(seconds)])
+    return Grid("Work, about", ["stage", "TFLOP", "seconds"], lines, n_left=1)
+
+
+def plan_memory_grid(rows: Sequence[Row], *, folded: bool = False) -> Grid | None:
+    """Bytes that each stage would hold where, its largest part, and whether they fit."""
+    lines = []
+    for row in rows:
+        if row["what"] != "all":
+            continue
+        parts = [r for r in rows if (r["stage"], r["place"]) == (row["stage"], row["place"]) and r is not row]
+        largest = max(parts, key=lambda part: number(part["n_bytes"]))
+        sizes = [f"{number(row[key]) / 2**30:.2f}" for key in ("n_bytes", "capacity")]
+        fits = "yes" if str(row["fits"]) == "True" else "no"
+        cells = [spoken(str(row["stage"])), str(row["place"]), *sizes, fits, str(largest["what"])]
+        lines.append(cells)
+    if not lines:
+        return None
+    columns = ["stage", "place", "GiB", "there are", "fits", "most of it"]
+    return Grid("Memory, about", columns, lines, n_left=2, folded=folded)
+
+
+def plan_settings_grid(rows: Sequence[Row]) -> Grid | None:
+    """Overrides that make the run fit, or spare it passes over the text."""
+    if not rows:
+        return None
+    lines = [[str(row["override"]), str(row["why"])] for row in rows]
+    return Grid("Settings to paste", ["override", "what it does"], lines, n_left=2)
+
+
 def latency_grid(rows: Sequence[Row]) -> Grid | None:
     """Median and percentiles by length, and how often a hand-off goes into the time of a re-prefill.
 

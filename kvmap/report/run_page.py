@@ -22,6 +22,9 @@ from kvmap.report.results import (
     measures_grid,
     paper_grids,
     plan_grid,
+    plan_memory_grid,
+    plan_settings_grid,
+    plan_work_grid,
 )
 from kvmap.report.settings import changed_grid, settings_grid
 from kvmap.report.sweep import leaves
@@ -53,7 +56,7 @@ def run_page(directory: Path, defaults: Mapping[str, Any] | None = None, drawn: 
         Section("Results", [], _results(arms), measured),
         Section("The map", [], _there(r2, attention_grid(attention), by_kind, spectrum), of_map),
         Section("Latency", [], _there(latency_grid(read_table(directory, "latency"))), timed),
-        Section("Plan", [], _there(plan_grid(read_table(directory, "plan"), folded=bool(arms)))),
+        Section("Plan", [], _plan(directory, folded=bool(arms))),
         Section("What else is known", run_lines(directory, run, arms)),
         Section("Settings", [], _settings(run["config"], defaults)),
         Section("Origin", [], _there(environment_grid(run), versions_grid([run]))),
@@ -67,6 +70,16 @@ def run_page(directory: Path, defaults: Mapping[str, Any] | None = None, drawn: 
         cards=[*cards(arms), *_cards_of_the_map(directory)],
         sections=[section for section in sections if section],
         paper=[*paper_grids(arms), *_there(r2, attention_grid(attention))],
+    )
+
+
+def _plan(directory: Path, *, folded: bool) -> list[Grid]:
+    """Sizes, work, memory and settings that fit; all but the last folded where there are results."""
+    return _there(
+        plan_settings_grid(read_table(directory, "plan_settings")),
+        plan_grid(read_table(directory, "plan"), folded=folded),
+        plan_work_grid(read_table(directory, "plan_work")),
+        plan_memory_grid(read_table(directory, "plan_memory"), folded=folded),
     )
 
 

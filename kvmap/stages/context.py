@@ -13,7 +13,8 @@ from kvmap.config import Config, ModelConfig, TextConfig
 from kvmap.data import TextSpec, TokenBlocks, read_texts, token_blocks
 from kvmap.files import read_json, write_json
 from kvmap.models.pair import ModelNotFound, ModelPair, ModelSpec, read_geometry
-from kvmap.models.shapes import shape_geometry
+from kvmap.models.shapes import SHAPES, shape_geometry
+from kvmap.models.spec import is_local
 from kvmap.tracking import Run
 from kvmap.transfer import TransferOptions
 
@@ -67,8 +68,8 @@ class Context:
     def geometries(self) -> dict[str, Geometry | None]:
         """Both models' geometry from their configs.
 
-        None for a model whose config cannot be had, where nothing but a plan is asked and the pair file
-        states the facts a plan needs.
+        Where nothing but a plan is asked, that of the shipped facts for a model whose config cannot be had;
+        None for one that they do not know, if the pair file states its layers, heads and head_dim.
         """
         return {role: self._geometry(role) for role in ("source", "target")}
 
@@ -79,8 +80,14 @@ class Context:
         try:
             return read_geometry(self.specs[role])
         except ModelNotFound:
-            if set(self.cfg.stages) - {"plan", "report"} or None in asdict(facts).values():
+            known = self.specs[role].id in SHAPES
+            if set(self.cfg.stages) - {"plan", "report"} or (not known and None in asdict(facts).values()):
                 raise
+            if known:
+                self.run.note(
+                    geometry={role: "of the shipped facts; the model's own config was out of reach"}
+                )
+                return shape_geometry(self.specs[role])
             self.run.note(
                 geometry={role: "as the pair file states it; the model's own config was out of reach"}
             )
@@ -200,9 +207,10 @@ def plain(value: Any) -> Any:
 
 
 def _spec(model: ModelConfig) -> ModelSpec:
+    """Where a model is. The revision that a pair file pins is the hub's: folders have none."""
     return ModelSpec(
         id=model.id,
-        revision=model.revision,
+        revision=None if is_local(model.id) else model.revision,
         gguf_file=model.gguf_file,
         dtype=model.dtype,
         device=model.device,

@@ -16,7 +16,8 @@ LEFT_OUT = ("hydra", "outputs", "study", "threads", "kernels", "tracking", "swee
 def job_identity(config: Mapping[str, Any]) -> str:
     """The first 16 hexadecimal digits of the sha256 of the configuration's canonical JSON.
 
-    It depends neither on the order of keys nor on how a number is written (`1` or `1.0`), nor on `LEFT_OUT`.
+    It depends neither on the order of keys nor on how a number is written (`1` or `1.0`), nor on `LEFT_OUT`,
+    and on group `plan` only where nothing but a plan is asked.
 
     Args:
         config: The resolved configuration as plain values.
@@ -24,7 +25,10 @@ def job_identity(config: Mapping[str, Any]) -> str:
     Raises:
         TypeError: A value is none of None, bool, int, float, str, list, tuple and dict.
     """
-    content = {key: _canonical(value, str(key)) for key, value in config.items() if key not in LEFT_OUT}
+    stages = config.get("stages", ())
+    # what is planned for changes a plan, and nothing of a run that does what it plans
+    left_out = LEFT_OUT if set(stages) <= {"plan", "report"} else (*LEFT_OUT, "plan")
+    content = {key: _canonical(value, str(key)) for key, value in config.items() if key not in left_out}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:LENGTH]
 

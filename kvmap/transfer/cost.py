@@ -153,13 +153,22 @@ class HandOffFlops:
 
 
 def decoder_work(target: LoadedModel) -> DecoderWork:
-    """The products of a loaded decoder, read off its weights and geometry.
+    """The products of a loaded decoder, see `work_of`."""
+    return work_of(target.body, target.geometry, target.text_config)
+
+
+def work_of(body: Any, geometry: Geometry, text_config: Any) -> DecoderWork:
+    """The products of a decoder, read off its weights' shapes and its geometry.
 
     Weights are matrices; norms, biases, rotations and softmax are not counted.
+
+    Args:
+        body: the decoder, which may be on no device.
+        geometry: of its cache.
+        text_config: its transformers config.
     """
-    body: Any = target.body
-    geometry, width = target.geometry, target.geometry.hidden_size
-    taken = _share_of_experts(target.text_config)
+    width = geometry.hidden_size
+    taken = _share_of_experts(text_config)
     weights = [
         sum(
             round(weight.numel() * (taken if "experts." in name else 1.0))

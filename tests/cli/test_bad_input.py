@@ -28,6 +28,8 @@ BAD_INPUT = {
     ("mapper.top_k=99", "pair.source.geometry.n_layers=99"): "2 mistakes",
     ("pair=custom", "pair.source.id=/no/such/folder", "pair.target.id=zoo:tiny-large"): "/no/such/folder",
     ("pair=custom", "pair.source.id=zoo:tiny-smal", "pair.target.id=zoo:tiny-large"): "tiny-small",
+    ("pair=custom", "pair.source.id=zoo:tiny-small"): "pair.target.id is not set; set pair.target.id=<value>",
+    ("pair=custom",): "2 mistakes",
     ("pair.source.geometry.n_layers=99",): "pair.source.geometry.n_layers=99",
     ("calibration.sequence_length=100000",): "positions",
     ("calibration=jsonl", "calibration.data.path=/no/such/file.jsonl"): "/no/such/file.jsonl",
