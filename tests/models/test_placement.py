@@ -239,7 +239,9 @@ def test_a_model_on_disk_takes_the_memory_of_one_layer(tmp_path) -> None:
     del model
     # new processes: a forked one inherits memory that was freed, and loads into it without growing
     arms = {"memory": {"device": "cpu"}, "disk": ON_DISK}
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
+    with ProcessPoolExecutor(
+        2, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
+    ) as processes:
         growths = processes.map(grown, [tmp_path] * 2, arms.values(), [tmp_path / name for name in arms])
         found = dict(zip(arms, growths, strict=True))
     (tmp_path / "model.safetensors").unlink()
