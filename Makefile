@@ -10,7 +10,7 @@ OLDEST_TESTS := tests/models tests/test_identity.py tests/test_transfer.py tests
 # One thread: two beside another busy process are many times slower.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: run test test-oldest test-slurm lint clean help
+.PHONY: run test test-slow test-oldest test-slurm lint clean help
 .DEFAULT_GOAL := help
 
 run: .venv/.installed  ## run the experiment; ARGS="pair=... mapper=..." are passed on
@@ -18,6 +18,9 @@ run: .venv/.installed  ## run the experiment; ARGS="pair=... mapper=..." are pas
 
 test: .venv/.installed-test  ## run the tests; ARGS are passed on to pytest
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-slow: .venv/.installed-test  ## run the tests that take seconds each; ARGS are passed on to pytest
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not gpu and not network and not slurm" $(ARGS)
 
 test-oldest: $(OLDEST)/.installed  ## run the tests of the core with the oldest supported transformers
 	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -c \

@@ -240,6 +240,7 @@ class TestLock:
         assert store.get_or_build("moments", SPEC, build).built
         assert time.monotonic() - began >= store.stale_seconds
 
+    @pytest.mark.slow
     def test_of_a_distant_machine_with_a_heartbeat_is_respected(self, store: ArtifactStore) -> None:
         lock = self.hold(store, machine="elsewhere.1", pid=1, process_start="1")
 

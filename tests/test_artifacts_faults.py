@@ -116,6 +116,7 @@ class TestProcesses:
         assert len(builders.said("made")) == 1
         assert builders.names() == keys(1)
 
+    @pytest.mark.slow
     def test_of_a_stopped_builder_and_its_successor_the_last_changes_nothing(
         self, builders: Builders
     ) -> None:
@@ -132,6 +133,7 @@ class TestProcesses:
         assert builders.names() == keys(1)
         assert os.stat(builders.root / "artifacts" / "thing" / keys(1)[0]).st_ino == before
 
+    @pytest.mark.slow
     def test_of_a_stopped_builder_and_its_successor_the_first_to_finish_serves_both(
         self, builders: Builders
     ) -> None:

@@ -399,6 +399,7 @@ def test_outputs_are_anchored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert config.outputs_root() == str(tmp_path / "elsewhere")
 
 
+@pytest.mark.slow
 def test_starts_in_one_second_get_directories_of_their_own() -> None:
     """The directory's name ends in digits that each process draws; its time alone would not do."""
     register()

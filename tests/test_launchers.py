@@ -217,6 +217,7 @@ class TestFailures:
         assert launcher_failure(RuntimeError("any")) is None
 
 
+@pytest.mark.slow
 def test_processes_share_the_cores_and_neither_a_failed_nor_a_killed_job_stops_another(
     tmp_path: Path,
 ) -> None:
@@ -234,6 +235,7 @@ def test_processes_share_the_cores_and_neither_a_failed_nor_a_killed_job_stops_a
     assert len({run["host"]["pid"] for run in runs.values()}) == 3
 
 
+@pytest.mark.slow
 def test_where_the_launching_process_is_killed_the_jobs_stop_in_order(tmp_path: Path) -> None:
     sweep = LocalSweep(tmp_path, "stages=[plan,fit]", "seed=0,1,2")
     wait_for(lambda: sweep.running("0") or sweep.running("1"))

@@ -79,6 +79,7 @@ class TestContention:
 
 
 class TestStoppedHolder:
+    @pytest.mark.slow
     def test_is_replaced_and_notices(self, holders: Holders) -> None:
         stopped = holders.start(0.8)
         until(holders.said)
@@ -105,6 +106,7 @@ class TestStoppedHolder:
         assert stopped.wait(30) == other.wait(30) == 0
         assert_one_at_a_time(holders.said())
 
+    @pytest.mark.slow
     def test_a_watcher_that_was_stopped_too_does_not_blame_the_holder(self, tmp_path: Path) -> None:
         """As when a whole machine is suspended: all that the watcher saw are two looks, far apart."""
         lock = foreign_lock(tmp_path)
@@ -117,6 +119,7 @@ class TestStoppedHolder:
 
 
 class TestClocks:
+    @pytest.mark.slow
     def test_that_differ_change_nothing(self, holders: Holders) -> None:
         holder = holders.start(STALE * 1.6, before=WRONG_CLOCK.format(ahead=-1e6))
         until(holders.said)
@@ -124,6 +127,7 @@ class TestClocks:
         assert holder.wait(30) == other.wait(30) == 0
         assert_one_at_a_time(holders.said())
 
+    @pytest.mark.slow
     def test_times_that_stand_still_hide_no_heartbeat(self, holders: Holders) -> None:
         holder = holders.start(STALE * 1.8, before=STANDING_CLOCK)
         until(lambda: holders.path.exists() and holders.path.stat().st_mtime == 0)
@@ -162,6 +166,7 @@ def foreign_lock(folder: Path, **holder: object) -> Path:
 
 
 class TestTakingOver:
+    @pytest.mark.slow
     def test_of_many_who_wait_for_a_dead_one_each_gets_its_turn(self, holders: Holders) -> None:
         foreign_lock(holders.path.parent)
         processes = [holders.start(0.05) for _ in range(5)]

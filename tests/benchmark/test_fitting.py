@@ -242,6 +242,7 @@ def test_each_memory_case_is_a_process_of_its_own(captures, monkeypatch) -> None
     assert {case.top_k for case in cases} == {2}
 
 
+@pytest.mark.slow
 def test_a_memory_case_measures_a_pass(captures) -> None:
     shape = ((2, 8),) * 3
     case = MemoryCase(str(captures.folder), shape, shape, "selected", "full_head", 2, 4, "float64")

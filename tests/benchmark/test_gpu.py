@@ -36,6 +36,7 @@ def rehearsed(tmp_path_factory):
     return done, output
 
 
+@pytest.mark.slow
 @pytest.mark.interpreter
 def test_a_dry_run_does_everything_and_ends_with_one_json_object(rehearsed):
     done, output = rehearsed

@@ -33,6 +33,7 @@ def test_every_shape_makes_a_config_that_says_it(name):
     assert shape_geometry(ModelSpec(name), max_layers=2).n_layers == 2
 
 
+@pytest.mark.slow
 def test_pair_files_and_shapes_agree():
     for name in GROUPS["pair"]:
         if name == "custom":

@@ -65,6 +65,7 @@ def rows(directory: Path, table: str) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
+@pytest.mark.slow
 def test_random_weights_need_no_calibration_and_are_labelled(tmp_path: Path) -> None:
     run = finished(tmp_path, f"{RANDOM} benchmark.max_layers=2 benchmark.paths=[auto,per_head]")
     latency = rows(run, "latency")

@@ -89,6 +89,7 @@ def test_the_identity_pair_equals_the_native_target(
     assert metrics["evaluate/perplexity/mapped/top1_agreement"]["value"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [("direction=down",), ("pair=tiny_unmatched", "mapper=head_local")])
 def test_other_ways_to_pair(
     call: Callable[..., Answer],
@@ -101,6 +102,7 @@ def test_other_ways_to_pair(
     assert (run_directory(out) / "tables" / "arms.csv").is_file()
 
 
+@pytest.mark.slow
 def test_interrupt_keeps_what_was_finished(tmp_path: Path) -> None:
     """Ctrl-C while the evaluation runs: status 130, moments and mapper are there, the record says so."""
     command = [sys.executable, "-m", "kvmap.run", "experiment=debug", f"outputs={tmp_path}"]
@@ -132,6 +134,7 @@ def test_interrupt_keeps_what_was_finished(tmp_path: Path) -> None:
     assert list((tmp_path / "artifacts" / "mapper").glob("*/manifest.json"))
 
 
+@pytest.mark.slow
 def test_it_runs_from_any_working_directory(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvmap.run", "experiment=debug", "stages=[plan]"]
     environment = {**os.environ, "KVMAP_OUTPUTS": str(tmp_path / "here")}

@@ -57,11 +57,11 @@ def metrics_of(out: str) -> dict[str, float]:
 
 
 # What `tests/stages` runs by default; here the command line's other stages join in.
-SLOW = {"residual", "both kinds", "tuned", "outliers dropped", "selected layers"}
+QUICK = {"mlp", "compressed"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MAPS]
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MAPS]
 )
 def test_a_map_of_every_kind_goes_through_all_stages(
     call: Callable[..., Answer], shared_outputs: Path, name: str
@@ -104,6 +104,7 @@ def test_a_calibration_in_parts_is_found_again(call: Callable[..., Answer], tmp_
     assert metrics_of(out)["calibrate/moments/all/reused"] == 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_of_networks_goes_on(
     call: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def test_the_library_example(
     assert answer.isalpha()
 
 
+@pytest.mark.slow
 def test_the_notebook_example(call: Callable[..., Answer], outputs: Path) -> None:
     status, out, err = call(f"outputs={outputs}", "stages=[diagnose,evaluate]")
     assert status == 0, err

@@ -140,6 +140,7 @@ def test_documents_that_differ_only_past_the_block_count_as_the_same(letters):
         check_disjoint(ours, theirs)
 
 
+@pytest.mark.slow
 def test_fingerprints_are_the_same_in_every_process(letters):
     code = (
         "from kvmap.data import token_blocks\n"

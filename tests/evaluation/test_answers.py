@@ -176,7 +176,9 @@ def read(pair, arms, blocks, **settings):
 
 class TestQuestions:
     @pytest.mark.parametrize("sequential", [False, True])
-    @pytest.mark.parametrize("n_batches", [0, 1, 3, 4])
+    @pytest.mark.parametrize(
+        "n_batches", [pytest.param(0, marks=pytest.mark.slow), 1, 3, pytest.param(4, marks=pytest.mark.slow)]
+    )
     def test_an_interrupted_evaluation_begins_at_the_item_reached(
         self, tmp_path, pair, arms, items, n_batches, sequential
     ):

@@ -29,7 +29,7 @@ class WatchedPair(ModelPair):
         return model
 
 
-@pytest.mark.parametrize("rope", ["strip", "coupled"])
+@pytest.mark.parametrize("rope", ["strip", pytest.param("coupled", marks=pytest.mark.slow)])
 def test_items_score_the_same(specs, arms, items, rope):
     settings = {
         "options": TransferOptions(rope=rope),
@@ -59,6 +59,7 @@ def test_where_the_disk_is_too_small_only_the_sources_kl_is_given_up(specs, arms
     assert found["mapped"] == together["mapped"]
 
 
+@pytest.mark.slow
 def test_a_target_already_in_memory_makes_room_for_the_source(specs, arms, items):
     pair = WatchedPair(*specs)
     assert pair.target is not None

@@ -171,6 +171,7 @@ def test_one_model_at_a_time_gives_the_moments_of_both_at_once(specs, tmp_path, 
     assert not (tmp_path / "spill").exists()
 
 
+@pytest.mark.slow
 def test_a_target_already_in_memory_makes_room_for_the_source(specs, tmp_path) -> None:
     watched = WatchedPair(*specs)
     assert watched.target is not None

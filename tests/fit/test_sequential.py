@@ -86,8 +86,11 @@ def bound(pair: ModelPair, n_batches: float) -> int:
 
 @pytest.mark.parametrize(
     ("layerwise", "n_batches"),
-    [(None, None), (True, 2.2), pytest.param(None, 1.2, marks=pytest.mark.slow)],
-    ids=["batches, one wave", "layers, larger waves", "batches, small waves"],
+    [
+        pytest.param(None, None, id="batches, one wave"),
+        pytest.param(True, 2.2, id="layers, larger waves", marks=pytest.mark.slow),
+        pytest.param(None, 1.2, id="batches, small waves", marks=pytest.mark.slow),
+    ],
 )
 def test_the_moments_are_those_of_both_models_at_once(
     pair, layout, undisturbed, tmp_path, layerwise, n_batches
@@ -101,9 +104,10 @@ def test_the_moments_are_those_of_both_models_at_once(
     assert pair._loaded == {}  # tables grow while neither is in memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layerwise", "n_batches"),
-    [(False, 1.2), (True, 2.2), pytest.param(True, 1.2, marks=pytest.mark.slow)],
+    [(False, 1.2), (True, 2.2), (True, 1.2)],
 )
 def test_the_caches_on_disk_are_never_more_than_allowed(
     pair, layout, tmp_path, monkeypatch, layerwise, n_batches
@@ -148,6 +152,7 @@ def test_blocks_of_tables_share_the_caches_of_one_wave(
     assert len(read) == 2 * N_BATCHES
 
 
+@pytest.mark.slow
 def test_sums_of_other_tables_are_not_gone_on_with(pair, layout, undisturbed, tmp_path) -> None:
     max_bytes = bound(pair, 2.2)
     added_up(pair, layout, tmp_path, max_bytes=max_bytes, tables=head_local_tables(layout))
@@ -155,6 +160,7 @@ def test_sums_of_other_tables_are_not_gone_on_with(pair, layout, undisturbed, tm
     assert_same_bits(added_up(pair, layout, tmp_path, max_bytes=max_bytes), undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["separate", pytest.param("drop", marks=pytest.mark.slow)])
 def test_outlier_rows_are_gone_on_with_too(specs, layout, tmp_path, policy) -> None:
     both = ModelPair(*specs)
@@ -188,7 +194,7 @@ def test_outlier_rows_are_gone_on_with_too(specs, layout, tmp_path, policy) -> N
     ("layerwise", "n_batches", "before"),
     [
         pytest.param(False, None, True, id="batches, one wave, while it writes"),
-        pytest.param(True, 1.2, False, id="layers, small waves, between writes"),
+        pytest.param(True, 1.2, False, id="layers, small waves, between writes", marks=pytest.mark.slow),
         pytest.param(False, 1.2, True, id="batches, small waves, while it writes", marks=pytest.mark.slow),
         pytest.param(True, None, True, id="layers, one wave, while it writes", marks=pytest.mark.slow),
         pytest.param(True, 1.2, True, id="layers, small waves, while it writes", marks=pytest.mark.slow),
@@ -217,13 +223,14 @@ def test_moments_of_a_calibration_killed_again_and_again(
     assert_same_bits(added_up(pair, layout, tmp_path, max_bytes=max_bytes, layerwise=layerwise), undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "sensitivity"),
     [
         ({"sequential": True, "layerwise": True}, None),
         ({}, SensitivityOptions(n_boundaries=3)),
-        pytest.param({"sequential": True}, SensitivityOptions(n_boundaries=3), marks=pytest.mark.slow),
-        pytest.param({}, None, marks=pytest.mark.slow),
+        ({"sequential": True}, SensitivityOptions(n_boundaries=3)),
+        ({}, None),
     ],
 )
 def test_captures_killed_again_and_again_are_those_of_one_go(specs, tmp_path, settings, sensitivity) -> None:
@@ -247,6 +254,7 @@ def test_captures_killed_again_and_again_are_those_of_one_go(specs, tmp_path, se
     assert found == expected
 
 
+@pytest.mark.slow
 def test_what_a_kill_leaves_of_an_unfinished_file_is_removed(pair, layout, undisturbed, tmp_path) -> None:
     left = [tmp_path / ".0.source.writing-0123456789ab.safetensors", tmp_path / "layers.source/0/.tmpX9a0bc"]
     for path in left:
@@ -260,6 +268,7 @@ def test_what_a_kill_leaves_of_an_unfinished_file_is_removed(pair, layout, undis
     assert not any(path.exists() for path in left)
 
 
+@pytest.mark.slow
 def test_the_sums_are_written_in_one_step(pair, layout, tmp_path, monkeypatch) -> None:
     """What is added up of a wave is removed only once the sums that hold it are on disk."""
     forget, seen = Spill.forget, []

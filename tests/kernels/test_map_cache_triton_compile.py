@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 POINTERS = dict.fromkeys(("products", "steps", "keep", "table", "first", "counts", "tensors"), "*i64")
@@ -24,6 +25,7 @@ HOPPER, AMPERE = 90, 80
 SHARED = {HOPPER: 227 * 1024, AMPERE: 163 * 1024}
 
 
+@pytest.mark.slow
 def test_products_compile_to_tensor_cores_fed_by_asynchronous_copies(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     program = [sys.executable, "-W", "ignore", "-m", "tests.kernels.test_map_cache_triton_compile"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvmap.kernels.second_moments.triton_products import PRECISIONS, _tile
 from tests.kernels.compiled import compile_kernels
 
@@ -45,6 +47,7 @@ def wanted(capability: int, dtype: str, size: int, precision: str, *, weighted: 
     ]
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_two_generations_and_fit_their_shared_memory(tmp_path: Path) -> None:
     kernels = [
         *wanted(80, "bf16", 2, PRECISIONS[0], weighted=False),

@@ -171,6 +171,7 @@ def test_a_damaged_index_of_shards_is_named(saved, tmp_path):
             load_model(spec_of(copy))
 
 
+@pytest.mark.slow
 def test_loading_warns_about_nothing(saved):
     script = (
         "import sys; from kvmap.models.load import load_model; from kvmap.models.spec import ModelSpec; "

@@ -228,6 +228,7 @@ def grown(folder: Path, settings: dict[str, object], into: Path) -> int:
     return rss("VmHWM") - before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 def test_a_model_on_disk_takes_the_memory_of_one_layer(tmp_path) -> None:
     n_layers, width = 8, 640

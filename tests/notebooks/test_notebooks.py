@@ -89,6 +89,7 @@ class TestStored:
             assert (FOLDER / link).exists(), link
 
 
+@pytest.mark.slow
 def test_a_transfer_step_by_step(tmp_path, monkeypatch):
     cells = execute("transfer_step_by_step", tmp_path, monkeypatch)
     assert n_images(cells) == 5
@@ -100,6 +101,7 @@ def test_a_transfer_step_by_step(tmp_path, monkeypatch):
     assert re.search(r"mapped\s+1\.000", text_of(cells["help"])), "three native layers answer everything"
 
 
+@pytest.mark.slow
 def test_without_a_study_it_makes_one(tmp_path, monkeypatch):
     cells = execute("analyse_a_sweep", tmp_path, monkeypatch, KVMAP_OUTPUTS=tmp_path / "outputs")
     assert "small: 3 finished runs" in text_of(cells["find"])

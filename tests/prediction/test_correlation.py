@@ -117,6 +117,7 @@ class TestPlanted:
 class TestNothingPlanted:
     """Rates over simulations in which nothing depends on anything but which pair it is of."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("n_pairs", "n_runs"), [(6, 5), (12, 1), (10, 4)])
     def test_intervals_cover_zero_and_p_is_uniform(self, n_pairs, n_runs):
         n = 200

@@ -19,6 +19,7 @@ def test_prints_again_and_names_the_run_last(run_directory: Path, capsys: pytest
     assert (run_directory / "figures" / "latency.png").is_file()
 
 
+@pytest.mark.slow
 def test_output_leaves_the_run_as_it_was_and_draws_every_figure(diagnosed: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in diagnosed.rglob("*")}
     output = tmp_path / "elsewhere"

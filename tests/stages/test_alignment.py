@@ -38,6 +38,7 @@ def backwards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_the_chain_over_two_numberings_of_one_model_gives_the_numbers_of_one(
     run: Runner, backwards: Path
 ) -> None:

@@ -99,6 +99,7 @@ def test_a_network_is_read_like_any_map(run: Runner):
     assert -1 < done.metric("diagnose/evaluation/mapped/attention_cosine") < 1
 
 
+@pytest.mark.slow
 def test_one_model_at_a_time_gives_the_same_numbers(run: Runner):
     expected, found = (run(f"{ALL} calibration.sequential={value}") for value in ("false", "true"))
     metrics = found.json("metrics")

@@ -127,6 +127,7 @@ def test_the_identity_is_native_at_every_length_and_depth(run: Runner, rope: str
         assert all(value == pytest.approx(0, abs=1e-6) for (_, arm), value in kl.items() if arm == "mapped")
 
 
+@pytest.mark.slow
 def test_each_rope_strategy_has_answers_of_its_own(run: Runner, whole: Finished) -> None:
     nll = {"strip": values(whole, "length", "nll_nats", "n_tokens", "arm")}
     for rope in ("coupled", "no_rerotate"):

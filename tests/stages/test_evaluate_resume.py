@@ -101,6 +101,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert reused(again, "prefix_perplexity")["mapped"] == (N_SEQUENCES if n_adds == 9 else 0)
 
 
+@pytest.mark.slow
 def test_a_killed_process_loses_at_most_the_batch_it_was_at(
     whole: Finished, forgotten: Callable[[], None], tmp_path: Path
 ) -> None:

@@ -147,6 +147,7 @@ def test_the_table_of_arms_has_every_metric_paired_with_the_target(finished: Fin
     assert ("quiz_choices", "all", "n_truncated") in found
 
 
+@pytest.mark.slow
 def test_what_has_been_answered_is_not_asked_again(finished: Finished, run: Runner, questions: Path) -> None:
     """A second run finds all answers; one with another native head finds those of arms that have none."""
     first = finished.json("run")["facts"]["n_reused"]["tasks"]
@@ -161,6 +162,7 @@ def test_what_has_been_answered_is_not_asked_again(finished: Finished, run: Runn
     assert reused["target"] == reused["source"] == reused["no_context"] == n_requests
 
 
+@pytest.mark.slow
 def test_one_model_in_memory_at_a_time_gives_the_same(
     finished: Finished, run: Runner, questions: Path
 ) -> None:

@@ -30,9 +30,11 @@ def plain(run: Runner) -> Finished:
     "settings",
     [
         SEQUENTIAL,
-        f"{SEQUENTIAL} calibration.max_spill_gib=0.008",
-        f"{SEQUENTIAL} calibration.layerwise=true calibration.max_spill_gib=0.012",
-        f"{SEQUENTIAL} {ON_DISK}",
+        pytest.param(f"{SEQUENTIAL} calibration.max_spill_gib=0.008", marks=pytest.mark.slow),
+        pytest.param(
+            f"{SEQUENTIAL} calibration.layerwise=true calibration.max_spill_gib=0.012", marks=pytest.mark.slow
+        ),
+        pytest.param(f"{SEQUENTIAL} {ON_DISK}", marks=pytest.mark.slow),
         ON_DISK,
     ],
 )
@@ -43,6 +45,7 @@ def test_the_moments_are_the_same_file_under_the_same_key(plain, run, tmp_path, 
     assert list((tmp_path / "artifacts").glob("spill/*")) == []
 
 
+@pytest.mark.slow
 def test_captures_of_offloaded_models_are_the_same_files(run, tmp_path) -> None:
     settings = f"{CALIBRATE} calibration.keep_captures=true"
     whole = run(settings, tmp_path / "whole")
@@ -57,6 +60,7 @@ def test_captures_of_offloaded_models_are_the_same_files(run, tmp_path) -> None:
         assert moments(found) == moments(whole)
 
 
+@pytest.mark.slow
 def test_parts_are_made_one_model_at_a_time_too(run, tmp_path) -> None:
     settings = f"{CALIBRATE} calibration.shards=2"
     whole = run(settings, tmp_path / "whole")
@@ -86,6 +90,7 @@ def killed(settings: str, outputs: Path, directory: Path, write: int) -> bool:
     return ends(lambda: run_stages(configured(settings, outputs), directory), write, suffix=".safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

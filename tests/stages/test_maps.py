@@ -63,7 +63,13 @@ SLOW = {
     "mapper=native_features",
     "mapper=tuned",
     f"mapper=mlp mapper.mlp.form=values_only mapper.native_layers=1 {NETWORK}",
+    f"mapper=mlp {NETWORK}",
+    f"mapper=residual mapper.support=head_local {NETWORK}",
     "mapper=identity pair=tiny_self",
+    "mapper=weighted",
+    "mapper=banded",
+    "mapper=linear selection=forward selection.apart=true mapper.top_k=2",
+    "direction=down mapper=tuned mapper.native_layers=1",
 }
 
 
@@ -167,6 +173,7 @@ def test_the_r2_that_tuning_promised_is_that_of_the_diagnosis(run: Runner, overr
     assert sum(int(row["n_heads"]) for row in grid) == len(found)
 
 
+@pytest.mark.slow
 def test_tuning_finds_what_single_fits_find(run: Runner) -> None:
     """The grid's point of ratio 1 is the full-head map, that of ratio ∞ the head-local one."""
     banded = run(f"{STAGES} mapper=banded mapper.ridge_lambda=0.5")

@@ -11,6 +11,7 @@ import torch
 
 from kvmap.fit import mlp
 from kvmap.mappers import LinearMapper
+from kvmap.stages.calibrated import read_moments
 from tests.stages.conftest import Runner
 
 NETWORK = "mapper.mlp.epochs=2 mapper.mlp.hidden=[8] mapper.top_k=1"
@@ -38,7 +39,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, in
     return watch
 
 
-@pytest.mark.parametrize("form", [pytest.param("full", marks=pytest.mark.slow), "residual"])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["full", "residual"])
 def test_an_interrupted_training_goes_on_where_it_was(
     run: Runner, tmp_path: Path, trained: Callable[..., list[tuple[str, int]]], form: str
 ) -> None:
@@ -89,13 +91,16 @@ def test_one_capture_serves_many_trainings(run: Runner, tmp_path: Path) -> None:
 
 
 def test_moments_of_kept_captures_are_those_of_the_models(run: Runner, tmp_path: Path) -> None:
-    """The same file to the last bit: which run made the moments must not matter."""
-    kept = run("stages=[calibrate] calibration.keep_captures=true", tmp_path)
-    live = run("stages=[calibrate]")
+    """Under one key, so which run made them must not matter beyond the rounding of batches cut elsewhere."""
+    kept = run("stages=[calibrate] calibration.keep_captures=true", tmp_path / "kept")
+    live = run("stages=[calibrate]", tmp_path / "live")
     assert kept.artifact("moments").name == live.artifact("moments").name
     assert kept.artifact("captures").is_dir()
-    mine, theirs = (sorted(run_.artifact("moments").glob("*.safetensors")) for run_ in (kept, live))
-    assert [file.read_bytes() for file in mine] == [file.read_bytes() for file in theirs]
+    mine, theirs = (read_moments(run_.artifact("moments")).to_tensors()[0] for run_ in (kept, live))
+    for name, tensor in theirs.items():
+        # float32 caches; sums over rows, of which some cancel
+        scale = 1e-5 * float(tensor.abs().max())
+        torch.testing.assert_close(mine[name], tensor, rtol=1e-5, atol=scale)
 
 
 @pytest.mark.parametrize(("form", "linear"), [("values_only", {"key"}), ("residual", {"key", "value"})])
@@ -112,6 +117,7 @@ def test_the_linear_part_is_the_linear_mapper(run: Runner, form: str, linear: se
             assert torch.equal(found[f"{stem}.bias"], weights.bias[kind][layer])
 
 
+@pytest.mark.slow
 def test_networks_may_read_other_features_than_ridge(run: Runner) -> None:
     own = "mapper.mlp.support=head_local mapper.mlp.regressors=both_kinds mapper.mlp.top_k=1"
     untrained = "mapper.mlp.epochs=1 mapper.mlp.hidden=[8] mapper.mlp.learning_rate=1e-20"

@@ -22,7 +22,11 @@ MAPS = {
 
 
 # Whose parts others here have too.
-SLOW = {"mapper=head_local mapper.top_k=2", "mapper.top_k=1 selection=proportional"}
+SLOW = {
+    "mapper.top_k=2 selection=forward selection.apart=true",
+    "mapper=head_local mapper.top_k=2",
+    "mapper.top_k=1 selection=proportional",
+}
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ class TestOneJob:
             assert parted.metric(name) == whole.metric(name)
         assert list((tmp_path / "parts" / "artifacts").glob("*_part/*")) == []
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "settings",
         [
@@ -230,6 +231,7 @@ class TestSeveralProcesses:
         assert len(work.said("begin 1")) == 2
         assert len(work.said("end 1")) == 1
 
+    @pytest.mark.slow
     def test_the_part_of_a_stopped_process_is_made_by_another_and_not_spoilt(self, tmp_path: Path) -> None:
         victim = start(Sum(tmp_path, 2, seconds=0.5))
         work = Sum(tmp_path, 2)

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.sweeps.conftest import QUICK, Sweep, contents, records, summary, sweep_directories, top_k_of
 
 
+@pytest.mark.slow
 def test_a_sweep_in_the_same_directory_overwrites_nothing(start: Sweep, tmp_path: Path) -> None:
     """A value inserted before the others takes the number of one of them, and another directory."""
     study, place = tmp_path / "debug", f"hydra.sweep.dir={tmp_path}/debug/fixed"
@@ -44,6 +46,7 @@ AWKWARD = {
 }
 
 
+@pytest.mark.slow
 def test_awkward_values_reach_the_job_exactly_and_name_no_directory(start: Sweep, tmp_path: Path) -> None:
     code, _, err = start("-m", f"calibration.data.path={','.join(AWKWARD)}")
     assert code == 0, err
@@ -56,6 +59,7 @@ def test_awkward_values_reach_the_job_exactly_and_name_no_directory(start: Sweep
     assert sorted(column) == sorted(AWKWARD.values())
 
 
+@pytest.mark.slow
 def test_jobs_of_several_studies_are_written_down_with_each(start: Sweep, tmp_path: Path) -> None:
     assert start("-m", "pair=tiny,tiny_self", "study=${pair.name}")[0] == 0
     for study in ("tiny", "tiny_self"):
@@ -72,6 +76,7 @@ def test_a_point_that_cannot_be_composed_leaves_nothing_to_wait_for(start: Sweep
     assert list(tmp_path.glob("*/*/submission.json")) == []
 
 
+@pytest.mark.slow
 def test_two_starts_in_one_second_share_no_directory_and_no_work(tmp_path: Path) -> None:
     """Two processes, the same sweep, at the same time: the point is run by one of them."""
     command = [sys.executable, "-m", "kvmap.run", "-m", "mapper.top_k=1", *QUICK]

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.sweeps.conftest import Sweep, contents, records, summary, sweep_directories, top_k_of
 
 
@@ -53,6 +55,7 @@ def test_a_failed_job_is_resumed_in_its_own_directory(
     assert [row["status"] for row in summary(study)] == ["done", "done"]
 
 
+@pytest.mark.slow
 def test_what_changes_no_result_makes_no_other_job(start: Sweep, tmp_path: Path) -> None:
     code, out, _ = start("-m", "mapper.ridge_lambda=1,1.0", "threads=1,null", "tracking.group=g")
     assert (code, out.count("done already")) == (0, 3)
@@ -60,6 +63,7 @@ def test_what_changes_no_result_makes_no_other_job(start: Sweep, tmp_path: Path)
     assert len(summary(tmp_path / "debug")) == 1
 
 
+@pytest.mark.slow
 def test_what_is_made_afresh_serves_a_later_sweep(start: Sweep, tmp_path: Path) -> None:
     """A single run, and a job that is told not to skip; the register names the newest that is done."""
     study = tmp_path / "debug"

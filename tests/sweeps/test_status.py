@@ -168,6 +168,7 @@ def test_a_folder_that_is_no_study_is_refused(tmp_path: Path, status: Sweep) -> 
     assert (code, "holds neither */submission.json nor .jobs/" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_only_what_failed_is_started_again(
     start: Sweep, status: Sweep, tmp_path: Path, fail_at: Callable[[Any], None]
 ) -> None:
@@ -194,6 +195,7 @@ def test_only_what_failed_is_started_again(
     assert status(str(study), "--resubmit", "all")[0] == 0  # nothing is left
 
 
+@pytest.mark.slow
 def test_what_was_never_started_is_started_with_the_same_values(
     start: Sweep, status: Sweep, tmp_path: Path
 ) -> None:

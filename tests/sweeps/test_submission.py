@@ -134,6 +134,7 @@ def test_without_a_submission_there_is_nothing_to_compare(tmp_path: Path) -> Non
     check_submission(tmp_path, 0, "aa", allow_changed_code=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allowed", [False, True])
 def test_options_that_change_while_a_sweep_runs_stop_its_later_jobs(
     start: Sweep, status: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool
@@ -170,6 +171,7 @@ def test_options_that_change_while_a_sweep_runs_stop_its_later_jobs(
     assert "a file of conf/ has changed" in out
 
 
+@pytest.mark.slow
 def test_code_that_changes_while_a_job_waits_stops_it(tmp_path: Path) -> None:
     """Each job in a process of its own, as from a queue; a file is edited while the first one runs."""
     root = checkout_root()

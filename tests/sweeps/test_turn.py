@@ -112,6 +112,7 @@ def test_a_killed_holder_is_followed_at_once_where_it_was(work: Begin, tmp_path:
     assert read_state(Register(tmp_path), POINT).status == "done"
 
 
+@pytest.mark.slow
 def test_a_holder_on_another_machine_is_believed_while_its_heart_beats(work: Begin, tmp_path: Path) -> None:
     first = work("sweep/0", 100, machine="elsewhere.1")
     assert first.line().startswith("new ")
@@ -270,6 +271,7 @@ def test_a_stopped_process_keeps_its_run_on_its_machine(work: Begin, tmp_path: P
     assert read_state(Register(tmp_path), POINT).status == "done"
 
 
+@pytest.mark.slow
 def test_a_process_that_was_followed_elsewhere_writes_no_more(work: Begin, tmp_path: Path) -> None:
     """It stood still for longer than is waited for; woken, it must not disturb who goes on with its run."""
     run = tmp_path / "sweep" / "0"

@@ -20,6 +20,7 @@ from tests.tracking.wandb_service import Service, attempt, logged
 pytest.importorskip("wandb")
 
 
+@pytest.mark.slow
 def test_no_segment_is_lost_after_a_resume_and_none_is_sent_twice(
     tmp_path: Path, server: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -44,6 +45,7 @@ def test_no_segment_is_lost_after_a_resume_and_none_is_sent_twice(
     assert server.posts == posts
 
 
+@pytest.mark.slow
 def test_what_is_added_later_is_joined_and_what_broke_off_is_sent_again(
     tmp_path: Path, server: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,12 +62,14 @@ def test_what_is_added_later_is_joined_and_what_broke_off_is_sent_again(
     assert logged(server, name) == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_two_jobs_stay_two_runs(tmp_path: Path, server: Service) -> None:
     names = [attempt(tmp_path / job, job) for job in ("x", "y")]
     assert main(["sync", str(tmp_path)]) == 0
     assert [logged(server, name) for name in names] == [["x"], ["y"]]
 
 
+@pytest.mark.slow
 def test_an_online_run_that_lost_its_service_is_uploaded_later(tmp_path: Path, server: Service) -> None:
     directory = tmp_path / "job"
     program = f"""

@@ -19,6 +19,7 @@ from tests.tracking.wandb_service import Service, attempt, logged
 pytest.importorskip("wandb")
 
 
+@pytest.mark.slow
 def test_a_segment_that_was_cut_short_does_not_hold_up_the_next(
     tmp_path: Path, server: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -41,6 +42,7 @@ def test_a_segment_that_was_cut_short_does_not_hold_up_the_next(
     assert runs_to_send(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_killed_attempt_is_uploaded_with_the_next_under_one_id(tmp_path: Path, server: Service) -> None:
     program = f"""
 import os, signal
@@ -62,6 +64,7 @@ with Run(Path({str(tmp_path / "job")!r}), "study", {{}}, "wandb") as run:
     assert found[-1] == "new"
 
 
+@pytest.mark.slow
 def test_what_the_service_refuses_is_said_and_tried_again(
     tmp_path: Path, server: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +98,7 @@ def test_a_service_that_cannot_be_reached_is_named(
     assert len(runs_to_send(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_an_upload_that_does_not_come_to_an_end_is_given_up(
     tmp_path: Path, server: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:

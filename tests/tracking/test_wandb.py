@@ -95,6 +95,7 @@ with Run(Path({str(tmp_path)!r}), "study", {{}}, "wandb") as run:
     assert any("x/y/z/a" in row for row in history(wandb_records(tmp_path)))
 
 
+@pytest.mark.slow
 def test_a_service_process_that_hangs_holds_up_neither_the_run_nor_the_next(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     program = f"""

@@ -84,6 +84,7 @@ def record(directory: Path) -> None:
         run.table("r2", [{"layer": 0, "r2": 0.5}])
 
 
+@pytest.mark.slow
 def test_an_offline_run_holds_tags_summary_and_the_artifact(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     record(tmp_path / "job")

@@ -49,7 +49,9 @@ def test_it_gives_the_bits_of_reading_first(form: str, path: str) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("form", ["full-head", "head-local, native layers"])
+@pytest.mark.parametrize(
+    "form", ["full-head", pytest.param("head-local, native layers", marks=pytest.mark.slow)]
+)
 def test_it_gives_the_bits_of_reading_first_on_the_triton_path(form: str) -> None:
     source, mapper, target = source_model(), fitted_mapper(form), target_model()
     read = prefill(source, IDS, MASK)
