@@ -51,16 +51,20 @@ MAY_IMPORT = {
     "planning": TRANSFER | {"planning"},
     "diagnostics": TRANSFER | {"diagnostics"},
     "evaluation": TRANSFER | {"evaluation"},
+    "economics": TRANSFER | {"planning", "figures", "economics"},
+    "fleet": TRANSFER | {"evaluation", "fleet"},
     "harness": TRANSFER | {"evaluation", "harness"},
     "benchmark": TRANSFER | {"diagnostics", "benchmark"},
     "studies": BASE | {"evaluation", "tracking", "studies"},
     "prediction": BASE | {"evaluation", "figures", "studies", "prediction"},
+    "preflight": TRANSFER | {"diagnostics", "evaluation", "studies", "prediction", "preflight"},
     "stages": TRANSFER
     | {"stages", "config", "artifacts", "tracking", "report", "figures"}
-    | {"planning", "diagnostics", "evaluation", "harness", "benchmark"},
+    | {"planning", "diagnostics", "evaluation", "harness", "benchmark", "economics", "fleet", "preflight"},
     "sweeps": BASE | {"config", "preemption", "provenance", "report", "sweeps"},
     "run": {"config", "errors", "preemption", "stages", "sweeps"},
     "sweep": {"run", "sweeps"},
+    "demo": TRANSFER | {"config", "demo", "evaluation", "run", "stages", "tracking"},
 }
 
 
@@ -140,7 +144,7 @@ def test_the_core_names_no_heavy_package_at_the_top() -> None:
 
 # An unstable dependency, and the files that may know it.
 ADAPTERS = {
-    "hydra": {"run.py", "config/hydra.py", "sweeps/points.py", "sweeps/resubmit.py"},
+    "hydra": {"run.py", "demo/opening.py", "config/hydra.py", "sweeps/points.py", "sweeps/resubmit.py"},
     "omegaconf": {"run.py", "config/hydra.py", "sweeps/points.py", "sweeps/resubmit.py"},
     "wandb": {"tracking/wandb_mirror.py"},
     "tensorboard": {"tracking/tensorboard_mirror.py"},

@@ -30,6 +30,7 @@ def job_rows(job: Path) -> list[dict[str, Any]]:
     held_out = r2[r2.split == "held_out"].groupby("kind").r2.mean()
     settings = {
         "study": config["study"],
+        "direction": config["direction"],
         "native_head": config["transfer"]["native_head"],
         "support": config["mapper"]["support"],
         "top_k": config["mapper"]["top_k"],
@@ -47,7 +48,7 @@ def job_rows(job: Path) -> list[dict[str, Any]]:
 def draw(results: pd.DataFrame) -> None:
     """Context carried against held-out R² of values: what is mapped well, and what that is worth."""
     carried = results[(results.metric == "context_carried") & (results.arm == "mapped")]
-    carried = carried[carried.study == "first_transfer"]
+    carried = carried[(carried.study == "first_transfer") & (carried.direction == "up")]
     figure, axes = plt.subplots(1, 2, figsize=(7, 2.8), layout="constrained")
     for axis, native_head in zip(axes, (0, 1), strict=True):
         chosen = carried[carried.native_head == native_head]

@@ -46,11 +46,12 @@ Setting = tuple[int, int, float, str]
 
 
 def setting_of(job: Path) -> tuple[str, Setting]:
-    """The pair of a run, and where its knobs stood."""
+    """The pair of a run, a hand-off down it named as one of its own, and where its knobs stood."""
     pair = OmegaConf.load(job / ".hydra" / "hydra.yaml").hydra.runtime.choices.pair
     cfg = OmegaConf.load(job / ".hydra" / "config.yaml")
     share = float(cfg.transfer.recompute_share)
     rule = cfg.transfer.recompute_rule if share else ""
+    pair = pair if cfg.direction == "up" else f"{pair}, {cfg.direction}"
     return pair, (int(cfg.mapper.native_layers), int(cfg.transfer.hold_back), share, rule)
 
 

@@ -39,6 +39,7 @@ def read_run(run: Path) -> dict[str, Any]:
     """Settings, R² and the scores of every arm of one run."""
     config = read_json(run / "run.json")["config"]
     pair, seed = config["pair"], str(config["calibration"]["data"]["seed"])
+    ends = ("source", "target") if config["direction"] == "up" else ("target", "source")
     questions: dict[str, Scores] = {}
     for row in read_table(run, "items"):
         scores = questions.setdefault(row["arm"], {})
@@ -49,8 +50,8 @@ def read_run(run: Path) -> dict[str, Any]:
     r2 = pd.DataFrame(read_table(run, "r2"))
     held_out = r2[r2.split == "held_out"].groupby("kind").r2.mean()
     return {
-        "target": name_of(pair["target"]["id"]),
-        "source": name_of(pair["source"]["id"]),
+        "target": name_of(pair[ends[1]]["id"]),
+        "source": name_of(pair[ends[0]]["id"]),
         "rule": SAME if pair["alignment"] == "refuse" else pair["alignment_rule"],
         "native_layers": int(config["mapper"]["native_layers"]),
         "r2_key": float(held_out["key"]),

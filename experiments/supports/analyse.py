@@ -133,7 +133,8 @@ def main() -> None:
     groups: dict[tuple[str, str], list[Path]] = defaultdict(list)
     for root in sys.argv[1:]:
         for record in sorted(Path(root).glob("*/run.json")):
-            if read_json(record)["status"] == "done":
+            run = read_json(record)
+            if run["status"] == "done" and run["config"]["direction"] == "up":  # PAIRS are ordered
                 choices = OmegaConf.load(record.parent / ".hydra" / "hydra.yaml").hydra.runtime.choices
                 groups[choices["pair"], choices["mapper"]].append(record.parent)
     if not groups:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvmap.config.judging import unknown_name
 from kvmap.config.schema import MAPPING_PATHS, Config
 
-WITHOUT_MODELS = ("plan", "benchmark", "report")
+WITHOUT_MODELS = ("plan", "benchmark", "economics", "report")
 """Stages that random weights serve: any other would give numbers that mean nothing."""
 
 

@@ -9,11 +9,13 @@ from typing import Any
 
 from kvmap.config.judging import is_integer, unknown_keys, unknown_name
 from kvmap.config.schema import (
+    CARRIES,
     CONVERSATION_MODES,
     FEEDS,
     NEEDLE_KINDS,
     PACKINGS,
     Config,
+    ConversationConfig,
     TaskConfig,
 )
 
@@ -136,7 +138,7 @@ def _long_context(cfg: Config) -> Iterator[str]:
 def _conversation(cfg: Config) -> Iterator[str]:
     """What `evaluation.conversation` asks for."""
     talk, key = cfg.evaluation.conversation, "evaluation.conversation"
-    for name, known in (("mode", CONVERSATION_MODES), ("feed", FEEDS)):
+    for name, known in (("mode", CONVERSATION_MODES), ("feed", FEEDS), ("carry", CARRIES)):
         if getattr(talk, name) not in known:
             yield unknown_name(f"{key}.{name}", getattr(talk, name), known)
     for name, low in (("limit", 0), ("turn", 1), ("max_turns", 1), ("max_new_tokens", 1)):
@@ -151,10 +153,32 @@ def _conversation(cfg: Config) -> Iterator[str]:
         yield f"{key}.limit=null: the shipped world has no last conversation; give a number, or {key}.path"
     if talk.mode == "at_turn" and talk.max_turns is not None and talk.turn > talk.max_turns:
         yield f"{key}.turn={talk.turn}: comes after the last turn, {key}.max_turns={talk.max_turns}; lower it"
+    yield from _hand_off(talk)
     if talk.limit != 0 and cfg.evaluation.sequential and "evaluate" in cfg.stages:
         yield (
             f"evaluation.sequential=true: in a conversation ({key}.limit={talk.limit}) the two models take "
             f"turns, and both are held in memory; set it to false, or {key}.limit=0"
+        )
+
+
+def _hand_off(talk: ConversationConfig) -> Iterator[str]:
+    """What is of one hand-off alone."""
+    key = "evaluation.conversation"
+    if talk.carry in CARRIES and talk.carry != "everything":
+        if talk.mode == "every_turn":
+            yield (
+                f"{key}.carry={talk.carry}: at every turn the whole conversation is handed over; set "
+                f"{key}.mode=at_turn and {key}.turn to 2 or more, or {key}.carry=everything"
+            )
+        elif talk.mode == "at_turn" and talk.turn == 1:
+            yield (
+                f"{key}.carry={talk.carry}: before {key}.turn=1 nothing is left out; set it to 2 or "
+                f"more, or {key}.carry=everything"
+            )
+    if talk.re_prefill and talk.mode == "every_turn":
+        yield (
+            f"{key}.re_prefill=true: at every turn that is the arm target; set {key}.mode=at_turn, or leave "
+            "it false"
         )
 
 

@@ -6,7 +6,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-STAGES = ("plan", "calibrate", "fit", "diagnose", "evaluate", "benchmark", "report")
+STAGES = (
+    *("plan", "preflight", "calibrate", "fit", "diagnose", "evaluate", "benchmark"),
+    *("fleet", "economics", "report"),
+)
+DEFAULT_STAGES = ("plan", "calibrate", "fit", "diagnose", "evaluate", "benchmark", "report")
 DIRECTIONS = ("up", "down")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "disk")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -31,14 +35,18 @@ ARMS = ("target", "source", "mapped", "bias_only", "raw", "random", "own_keys", 
 DEFAULT_ARMS = ("target", "source", "mapped", "bias_only", "raw", "random", "no_context")
 REQUIRED_ARMS = ("target", "mapped", "no_context")
 DIAGNOSTIC_TEXTS = ("held_out", "evaluation", "questions")
+PREFLIGHT_MAPPERS = ("head_local", "native_features", "native_features_2", "linear", "banded")
 RECOMPUTE_RULES = ("attention", "map_error", "random")
 WORLD_KINDS = ("where", "colour", "holder", "two_hop", "moved", "count")
 NEEDLE_KINDS = ("where", "colour", "holder")
 CONVERSATION_MODES = ("every_turn", "at_turn")
 FEEDS = ("generated", "gold")
+CARRIES = ("everything", "artifacts", "fresh")
 MAPPING_PATHS = ("auto", "reference", "batched", "triton", "per_head", "per_head_stripped")
 MAP_CACHE_PATHS = ("auto", "reference", "batched", "triton")
 MOMENTS_PATHS = ("auto", "torch", "triton")
+BEYOND_KNOWN = ("refuse", "extend")
+SENT_CACHES = ("source", "mapped")
 TRACKING_BACKENDS = ("wandb", "wandb_online", "tensorboard", "none")
 
 
@@ -295,6 +303,8 @@ class ConversationConfig:
     seed: int = 0
     mode: str = "every_turn"
     turn: int = 1
+    carry: str = "everything"
+    re_prefill: bool = False
     feed: str = "generated"
     max_turns: int | None = None
     max_new_tokens: int = 24
@@ -397,6 +407,91 @@ class PlanConfig:
 
 
 @dataclass
+class PreflightConfig:
+    """What is asked of a pair before it is calibrated in full, and which recorded cases answer it."""
+
+    n_sequences: int = 32
+    mappers: list[str] = field(default_factory=lambda: ["head_local", "banded"])
+    min_retention: float = 0.9
+    confidence: float = 0.8
+    min_pairs: int = 9
+    reach: float = 0.5
+    evidence: list[str] = field(default_factory=list)
+
+
+@dataclass
+class ContextsConfig:
+    """How long contexts are, by one of `lengths`, `median`, `path`; none: every known length, as often."""
+
+    lengths: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    median: float | None = None
+    sigma: float = 1.0
+    path: str | None = None
+
+
+@dataclass
+class PricesConfig:
+    """Of a second of one GPU of each model, and of what is sent and cached; all 1: GPU seconds."""
+
+    source: float = 1.0
+    target: float = 1.0
+    source_gpus: int = 1
+    target_gpus: int = 1
+    gbyte: float = 0.0
+    cached_discount: float = 0.9
+
+
+@dataclass
+class AccuracyConfig:
+    """Shares of right answers; null: those that this run has evaluated, else none."""
+
+    source: float | None = None
+    target: float | None = None
+    mapped: float | None = None
+    source_kept: float | None = None
+
+
+@dataclass
+class SurfaceConfig:
+    """Where time and cost are computed; `lengths: []` takes the known ones."""
+
+    lengths: list[float] = field(default_factory=list)
+    gbit_per_s: list[float] = field(default_factory=lambda: [0.1, 1.0, 10.0, 25.0, 50.0, 100.0, 400.0])
+    escalation_rates: list[float] = field(
+        default_factory=lambda: [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+    )
+    price_ratios: list[float] = field(default_factory=lambda: [0.5, 1.0, 2.0, 4.0, 8.0, 16.0])
+
+
+@dataclass
+class EconomicsConfig:
+    """What stage `economics` assumes.
+
+    `latency: null` takes this run's benchmark, and the planner's times where `stages` names none.
+    """
+
+    latency: str | None = None
+    beyond: str = "refuse"
+    device: str = "auto"
+    lengths: list[int] = field(default_factory=list)
+    source_token_ms: float | None = None
+    target_token_ms: float | None = None
+    contexts: ContextsConfig = field(default_factory=ContextsConfig)
+    escalation_rate: float = 0.2
+    output_tokens: int = 256
+    judged_after: int = 1
+    decode_batch: int | None = None
+    gbit_per_s: float | None = 100.0
+    link_ms: float = 0.0
+    sent: str = "source"
+    cached_share: float = 0.5
+    prices: PricesConfig = field(default_factory=PricesConfig)
+    accuracy: AccuracyConfig = field(default_factory=AccuracyConfig)
+    surface: SurfaceConfig = field(default_factory=SurfaceConfig)
+
+
+@dataclass
 class TrackingConfig:
     """Where metrics go besides the run directory."""
 
@@ -430,11 +525,12 @@ class Config:
 
     study: str = "???"
     direction: str = "up"
-    stages: list[str] = field(default_factory=lambda: list(STAGES))
+    stages: list[str] = field(default_factory=lambda: list(DEFAULT_STAGES))
     outputs: str = "???"
     threads: int | None = None
     seed: int = 0
     pair: PairConfig = field(default_factory=PairConfig)
+    fleet: list[Any] = field(default_factory=list)  # of ids, or of what ModelConfig holds
     mapper: MapperConfig = field(default_factory=MapperConfig)
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     rope: RopeConfig = field(default_factory=RopeConfig)
@@ -447,3 +543,5 @@ class Config:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)
+    economics: EconomicsConfig = field(default_factory=EconomicsConfig)

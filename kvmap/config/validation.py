@@ -9,10 +9,13 @@ from pathlib import Path
 from kvmap.config.alignment_rules import alignment_mistakes
 from kvmap.config.benchmark_rules import benchmark_mistakes
 from kvmap.config.diagnostics_rules import diagnostics_mistakes
+from kvmap.config.economics_rules import economics_mistakes
 from kvmap.config.evaluation_rules import evaluation_mistakes
+from kvmap.config.fleet_rules import fleet_mistakes
 from kvmap.config.judging import unknown_name
 from kvmap.config.mapper_rules import mapper_mistakes
 from kvmap.config.placement_rules import placement_mistakes
+from kvmap.config.preflight_rules import preflight_mistakes
 from kvmap.config.schema import (
     ARMS,
     COMPRESSIONS,
@@ -69,7 +72,10 @@ def validate(cfg: Config) -> list[str]:
         *alignment_mistakes(cfg),
         *benchmark_mistakes(cfg),
         *diagnostics_mistakes(cfg),
+        *economics_mistakes(cfg),
         *evaluation_mistakes(cfg),
+        *fleet_mistakes(cfg),
+        *preflight_mistakes(cfg),
     ]
 
 

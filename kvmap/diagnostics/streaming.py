@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +13,7 @@ from kvmap.diagnostics.attention import attention_sums
 from kvmap.diagnostics.concentration import concentration_sums
 from kvmap.diagnostics.errors import error_sums, key_view
 from kvmap.diagnostics.next_token import Predicted, compare, compare_continuation, continued_states
+from kvmap.diagnostics.source_reads import SourceRead, rotates_alike, source_reads
 from kvmap.diagnostics.sums import TextSums
 from kvmap.diagnostics.texts import Text, TextBatch
 from kvmap.diagnostics.token_groups import N_KINDS, membership, n_bins
@@ -23,13 +21,10 @@ from kvmap.diagnostics.token_kinds import TokenKinds
 from kvmap.errors import KvmapError
 from kvmap.mappers import Mapper
 from kvmap.models.cache import KVCache
-from kvmap.models.capture import positions_from_mask, prefill
+from kvmap.models.capture import positions_from_mask
 from kvmap.models.logits import keep_hidden_states
 from kvmap.models.pair import LoadedModel, ModelPair
 from kvmap.models.queries import read_queries
-from kvmap.models.rope import same_rotations
-from kvmap.models.storage import load_kv, save_kv
-from kvmap.progress import track
 from kvmap.transfer import HandOff, TransferOptions, transfer
 
 
@@ -57,6 +52,44 @@ def diagnose_texts(
     Args:
         pair: source and target.
         mapper: of this pair.
+        texts, kinds, options, batch_size, query_block, sequential: see `diagnose_mappers`.
+
+    Returns:
+        The sums of each text, by name.
+
+    Raises:
+        KvmapError, UnsupportedModel: see `diagnose_mappers`.
+    """
+    return diagnose_mappers(
+        pair,
+        {"": mapper},
+        texts,
+        kinds,
+        options,
+        batch_size=batch_size,
+        query_block=query_block,
+        sequential=sequential,
+    )[""]
+
+
+def diagnose_mappers(
+    pair: ModelPair,
+    mappers: Mapping[str, Mapper],
+    texts: Sequence[Text],
+    kinds: TokenKinds,
+    options: TransferOptions,
+    *,
+    batch_size: int = 8,
+    query_block: int = 128,
+    sequential: bool = False,
+) -> dict[str, dict[str, TextSums]]:
+    """`diagnose_texts` of several mappers of one pair: the source and the native target read each batch once.
+
+    Memory for a batch is that of one mapper, and one more cache for each other.
+
+    Args:
+        pair: source and target.
+        mappers: of this pair, by name.
         texts: what is read, under different names.
         kinds: sorts tokens.
         options: how a cache is handed over. `hold_back` counts for predictions only.
@@ -65,7 +98,7 @@ def diagnose_texts(
         sequential: one model in memory at a time; the source is released, and its caches wait on disk.
 
     Returns:
-        The sums of each text, by name.
+        By the name of the mapper, the sums of each text, by its name.
 
     Raises:
         KvmapError: no text, one that cannot be diagnosed, or a mapper of other models, shapes or another
@@ -78,41 +111,48 @@ def diagnose_texts(
         raise KvmapError(f"texts {[text.name for text in texts]}: expected one or more, of different names")
     for text in texts:
         text.check(options.native_head)
-    mapper.check_models(pair.source_identity, pair.target_identity, options.rope)
+    for mapper in mappers.values():
+        mapper.check_models(pair.source_identity, pair.target_identity, options.rope)
     batches = [batch for text in texts for batch in text.batches(batch_size)]
     sums = {
-        text.name: TextSums(text.name, mapper.native_layers, N_KINDS + n_bins(text.longest)) for text in texts
+        name: {
+            text.name: TextSums(text.name, mapper.native_layers, N_KINDS + n_bins(text.longest))
+            for text in texts
+        }
+        for name, mapper in mappers.items()
     }
-    with _source_caches(pair, batches, sequential) as caches:
-        if mapper.device not in (None, pair.target.device):
-            mapper = mapper.to(pair.target.device)
-        reader = _Pass(pair.target, mapper, kinds, options, query_block)
+    with source_reads(pair, batches, sequential) as caches:
+        readers = [
+            (_Pass(pair.target, _on_device(mapper, pair.target), kinds, options, query_block), sums[name])
+            for name, mapper in mappers.items()
+        ]
         for batch, read in caches:
-            reader.add(batch, read, sums[batch.text])
+            _add(pair.target, [(reader, of_text[batch.text]) for reader, of_text in readers], batch, read)
     return sums
 
 
-@dataclass(frozen=True, eq=False)
-class _SourceRead:
-    """The source's caches of a batch: of the whole contexts, and of first halves if they are not its columns.
-
-    They are not where the frequencies of the half are others than those of the whole.
-    """
-
-    whole: KVCache
-    half: KVCache | None
-
-    @classmethod
-    def of(cls, source: LoadedModel, batch: TextBatch) -> _SourceRead:
-        whole = prefill(source, batch.ids, batch.mask)
-        if not batch.halved or _rotates_alike(source, batch):
-            return cls(whole, None)
-        return cls(whole, prefill(source, batch.ids[:, : batch.half], batch.mask[:, : batch.half]))
+def _on_device(mapper: Mapper, target: LoadedModel) -> Mapper:
+    return mapper if mapper.device in (None, target.device) else mapper.to(target.device)
 
 
-def _rotates_alike(model: LoadedModel, batch: TextBatch) -> bool:
-    """Whether the model's frequencies are the same for the first halves as for the whole contexts."""
-    return same_rotations(model.rotations(batch.half), model.rotations(batch.ids.shape[1]))
+def _add(
+    target: LoadedModel, readers: Sequence[tuple[_Pass, TextSums]], batch: TextBatch, read: SourceRead
+) -> None:
+    """Add what one batch says to the sums of every mapper, given what the source has read of it."""
+    handed = [reader.hand_over(batch, read) for reader, _ in readers]
+    judges = [
+        reader.judge(batch, read, given, sums) for (reader, sums), given in zip(readers, handed, strict=True)
+    ]
+
+    def judge(*layer: Any) -> None:
+        for each in judges:
+            each(*layer)
+
+    with keep_hidden_states(target) as states:
+        read_queries(target, batch.ids, batch.mask, judge)
+    for (reader, sums), given in zip(readers, handed, strict=True):
+        if (predicted := reader.predict(batch, read, given, states[0])) is not None:
+            sums.predicted.append(predicted)
 
 
 @dataclass(frozen=True)
@@ -125,20 +165,24 @@ class _Pass:
     options: TransferOptions
     query_block: int
 
-    def add(self, batch: TextBatch, read: _SourceRead, sums: TextSums) -> None:
-        """Add what one batch says, given what the source has read of it."""
-        judged = replace(self.options, hold_back=1)
-        handed = self._hand_over(read.whole, batch.ids, batch.mask, judged)
+    def hand_over(self, batch: TextBatch, read: SourceRead) -> HandOff:
+        """The cache that is judged."""
+        return self._hand_over(read.whole, batch.ids, batch.mask, replace(self.options, hold_back=1))
+
+    def judge(self, batch: TextBatch, read: SourceRead, handed: HandOff, sums: TextSums) -> _Judge:
+        """What adds each layer of the batch to the sums."""
         mapped = handed.kv.slice_tokens(0, batch.ids.shape[1] - 1)
         kinds = self.kinds.of(batch.ids, positions_from_mask(batch.mask))
         turned = self._turned(read.whole, batch, handed)
         windows = [layer.window for layer in self.target.geometry.layers]
-        judge = _Judge(mapped, kinds[:, :-1], turned, self.options, self.query_block, windows, sums)
-        with keep_hidden_states(self.target) as states:
-            read_queries(self.target, batch.ids, batch.mask, judge)
-        predict = self._second_half if batch.halved else self._last_token
-        if (predicted := predict(batch, read, handed, states[0])) is not None:
-            sums.predicted.append(predicted)
+        return _Judge(mapped, kinds[:, :-1], turned, self.options, self.query_block, windows, sums)
+
+    def predict(
+        self, batch: TextBatch, read: SourceRead, handed: HandOff, states: Tensor
+    ) -> Predicted | None:
+        """Next tokens from the mapped cache, against native last hidden states; None where none is mapped."""
+        told = self._second_half if batch.halved else self._last_token
+        return told(batch, read, handed, states)
 
     def _hand_over(self, source_kv: KVCache, ids: Tensor, mask: Tensor, options: TransferOptions) -> HandOff:
         # every column is judged, also those of windowed layers that no later token sees
@@ -163,7 +207,7 @@ class _Pass:
         return turned
 
     def _last_token(
-        self, batch: TextBatch, read: _SourceRead, handed: HandOff, states: Tensor
+        self, batch: TextBatch, read: SourceRead, handed: HandOff, states: Tensor
     ) -> Predicted | None:
         """The one token after each context; contexts of which nothing was mapped are left out."""
         if self.options.hold_back != 1:
@@ -175,13 +219,13 @@ class _Pass:
         return Predicted(*compare(self.target, states[rows.to(states.device), -1:], logits))
 
     def _second_half(
-        self, batch: TextBatch, read: _SourceRead, handed: HandOff, states: Tensor
+        self, batch: TextBatch, read: SourceRead, handed: HandOff, states: Tensor
     ) -> Predicted | None:
         """Every token of the second halves; None where the first halves leave nothing to map."""
         half = batch.half
         if handed.n_mapped == 0 or half <= self.options.native_head + self.options.hold_back:
             return None
-        alike = _rotates_alike(self.target, batch)
+        alike = rotates_alike(self.target, batch)
         if alike and read.half is None and self.options.hold_back == 1 and self.options.recompute_share == 0:
             # tokens are mapped one by one: the hand-off of the half is the first columns of the whole one's
             kv = handed.kv
@@ -254,38 +298,3 @@ class _Judge:
         turned = (found[0] - own[0]).transpose(1, 2)[counted]
         sums |= concentration_sums(query, turned, rows[2], squares, counted)
         self.sums.add(layer, sums)
-
-
-@contextmanager
-def _source_caches(
-    pair: ModelPair, batches: list[TextBatch], sequential: bool
-) -> Iterator[Iterator[tuple[TextBatch, _SourceRead]]]:
-    """Each batch as the source has read it; a sequential source has read all and is gone by the first."""
-    what = "diagnose: texts"
-    if not sequential:
-        yield ((batch, _SourceRead.of(pair.source, batch)) for batch in track(batches, None, what))
-        return
-    with tempfile.TemporaryDirectory(prefix="kvmap-") as name:
-        pair.release("target")
-        for number, batch in enumerate(track(batches, None, f"{what} (source)")):
-            _spill(_SourceRead.of(pair.source, batch), Path(name) / str(number))
-        pair.release("source")
-        yield (
-            (batch, _spilled(Path(name) / str(number)))
-            for number, batch in enumerate(track(batches, None, what))
-        )
-
-
-def _spill(read: _SourceRead, folder: Path) -> None:
-    folder.mkdir()
-    save_kv(read.whole, folder / "whole.safetensors")
-    if read.half is not None:
-        save_kv(read.half, folder / "half.safetensors")
-
-
-def _spilled(folder: Path) -> _SourceRead:
-    """What `_spill` wrote, which is then gone."""
-    half = folder / "half.safetensors"
-    read = _SourceRead(load_kv(folder / "whole.safetensors"), load_kv(half) if half.exists() else None)
-    shutil.rmtree(folder)
-    return read

@@ -4,8 +4,11 @@
 |---|---|---|
 | `target` | target | its own cache of the conversation, all along |
 | `source` | source | its own cache, all along |
-| `mapped`, `bias_only`, `raw`, `random` | target | the source's cache through the mapper, see `MODES` |
+| `mapped`, `bias_only`, `raw`, `random` | target | the source's cache through the mapper |
 | `no_context` | target | its own cache of the questions and answers, without the story |
+| `re_prefill` | target | its own cache of the text whose cache `mapped` is handed at a turn |
+
+When a cache is handed over, and of which text, `kvmap.evaluation.conversation_settings` says.
 
 Every arm holds its own conversation: what it has answered stands in the text it reads next, unless gold
 answers are fed. Conversations and arms are run one at a time, and a cache always grows by the same pieces, so
@@ -34,13 +37,16 @@ from kvmap.evaluation.arms import (
     target_hand_offs,
     tokenizer_of,
 )
+from kvmap.evaluation.conversation_carry import Carried, Taken, carried_text
 from kvmap.evaluation.conversation_encoding import (
     EncodedConversation,
     Ids,
+    encode,
     encode_answer,
     encode_conversation,
 )
 from kvmap.evaluation.conversation_items import Conversation
+from kvmap.evaluation.conversation_settings import RE_PREFILL, ConversationSettings
 from kvmap.evaluation.conversation_speakers import (
     HandedOver,
     OwnSpeaker,
@@ -56,58 +62,10 @@ from kvmap.mappers import Mapper
 from kvmap.models.cache import KVCache
 from kvmap.models.pair import ModelPair
 from kvmap.progress import track
-from kvmap.transfer import HandOff, TransferOptions
+from kvmap.transfer import HandOff, TransferOptions, native
 
-MODES = ("every_turn", "at_turn")
-"""`every_turn`: at each turn the source reads the whole conversation so far, its cache is mapped, the target
-answers. `at_turn`: the source answers the turns before the chosen one; there its cache is mapped, once, and
-the target goes on from it with its own tokens on top ever after."""
-FEEDS = ("generated", "gold")
-
-ANSWERS_VERSION = 1
+ANSWERS_VERSION = 2
 """Of how conversations are held; it is part of the key under which answers are kept."""
-
-
-@dataclass(frozen=True)
-class ConversationSettings:
-    """How conversations are held.
-
-    Attributes:
-        mode: one of `MODES`.
-        turn: of the hand-off, from 1, under `at_turn`.
-        feed: whether what an arm has `generated` or `gold` answers stand in the text of later turns.
-        max_new_tokens: of an answer.
-        stop: texts that end an answer, besides those of the conversation's form and the end of text.
-    """
-
-    mode: str = "every_turn"
-    turn: int = 1
-    feed: str = "generated"
-    max_new_tokens: int = 24
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be held.
-
-        Raises:
-            KvmapError: naming the setting, its value and what is expected.
-        """
-        for name, value, known in (("mode", self.mode, MODES), ("feed", self.feed, FEEDS)):
-            if value not in known:
-                raise KvmapError(f"{name}={value!r}: expected one of {', '.join(known)}")
-        for name, number in (("turn", self.turn), ("max_new_tokens", self.max_new_tokens)):
-            if number < 1:
-                raise KvmapError(f"{name}={number}: expected at least 1")
-
-    @property
-    def hand_off(self) -> int | None:
-        """The turn of the one hand-off; None: there is one at every turn."""
-        return self.turn if self.mode == "at_turn" else None
-
-    @property
-    def first_turn(self) -> int:
-        """The first turn that is answered from a mapped cache."""
-        return self.hand_off or 1
 
 
 @dataclass(frozen=True)
@@ -125,6 +83,11 @@ class TurnResult:
         n_context: tokens in the cache that the answer was made from, the question included.
         n_truncated: tokens of the story cut off on its left, the same for every arm.
         n_mapped: of the context, tokens whose columns are mapped.
+        n_handed: at a hand-off, tokens of the text that is handed over; 0 at other turns.
+        n_left_out: tokens of the conversation so far that the target does not go on from, less those of what
+            stands before an answer that is carried alone.
+        n_source_read: at a hand-off, tokens that the source read for it, see
+            `kvmap.evaluation.conversation_carry.Taken`.
         content: hash of the story, the questions so far and the gold answers as text, by which runs know that
             they asked the same.
     """
@@ -142,6 +105,9 @@ class TurnResult:
     n_truncated: int
     n_mapped: int
     content: str
+    n_handed: int = 0
+    n_left_out: int = 0
+    n_source_read: int = 0
 
     def row(self) -> dict[str, Any]:
         """The result as one row of a table."""
@@ -202,6 +168,8 @@ def evaluate_conversations(
     ]
     lengths = (len(one.prefix) + len(one.story) + len(one.questions[0]) for one in encoded)
     check_something_maps(usable, lengths, options)
+    if settings.re_prefill:
+        usable = {**usable, RE_PREFILL: None}
     found: list[TurnResult] = []
     kept = {arm: (answers or {}).get(arm) or Answers.in_memory() for arm in usable}
     hosts = _Hosts(pair, tokenizer, usable, options, settings)
@@ -260,6 +228,10 @@ class _Hosts:
         """Whether an arm reads the source's cache."""
         return self._arms[arm] is not None
 
+    def handed(self, arm: str) -> bool:
+        """Whether an arm's target is handed something, mapped or to read."""
+        return self.maps(arm) or arm == RE_PREFILL
+
     def hand_over(self, arm: str, ids: Ids, cache: KVCache) -> HandOff:
         """The target's hand-off of the source's cache of these ids."""
         input_ids = as_batch(ids)
@@ -281,6 +253,17 @@ class _Table:
     def source(self) -> OwnSpeaker:
         """The source model: it answers for its own arm and before a hand-off, and its cache is mapped."""
         return OwnSpeaker("source", Reader(self.hosts.pair.source), self.replying)
+
+    @cached_property
+    def shorter(self) -> Reader:
+        """The source reading the text that is handed over where that is not the whole conversation."""
+        return Reader(self.hosts.pair.source)
+
+    @cached_property
+    def lead(self) -> Ids:
+        """What stands before an answer in the text."""
+        text = self.conversation.form.before_answer
+        return encode(self.hosts.tokenizer, text) if text else ()
 
     def results(self, arm: str, kept: Answers) -> Iterator[TurnResult]:
         """What the arm answers, from what is kept, or held now and kept."""
@@ -316,8 +299,9 @@ class _Table:
             "stop": self.replying.stop,
             "max_new_tokens": settings.max_new_tokens,
         }
-        if self.hosts.maps(arm):
-            content["hand_off"] = settings.hand_off
+        if self.hosts.handed(arm):
+            content |= {"hand_off": settings.hand_off, "carry": settings.carry}
+            content["lead"] = self.lead if settings.carry == "artifacts" else ()
         return content
 
     def _opening(self, arm: str) -> Ids:
@@ -341,7 +325,23 @@ class _Table:
         if arm == "source":
             return self.source
         target = self.hosts.pair.target
-        if not self.hosts.maps(arm):
+        if not self.hosts.handed(arm):
             return OwnSpeaker("target", Reader(target), self.replying)
-        hand_over = partial(self.hosts.hand_over, arm)
-        return HandedOver(self.source, target, hand_over, self.replying, self.hosts.settings.hand_off)
+        take = partial(self._take, arm)
+        return HandedOver(self.source, target, take, self.replying, self.hosts.settings.hand_off)
+
+    def _take(self, arm: str, segments: Sequence[Ids]) -> Taken:
+        """The hand-off at the turn that the last segment asks."""
+        carried = self._carried(segments)
+        if arm == RE_PREFILL:
+            return Taken(native(self.hosts.pair.target, as_batch(carried.ids)), len(carried.ids), 0)
+        whole = self.hosts.settings.carry == "everything"
+        reader = self.source.reader if whole else self.shorter
+        hand_off = self.hosts.hand_over(arm, carried.ids, reader.read(carried.segments).kv)
+        n_known = 0 if reader.anew else carried.n_known
+        n_asked = len(carried.ids) - self.hosts.options.hold_back
+        return Taken(hand_off, len(carried.ids), max(0, n_asked - n_known))
+
+    def _carried(self, segments: Sequence[Ids]) -> Carried:
+        opening, question = self._opening("mapped"), self.ids.questions[len(segments) - 1]
+        return carried_text(self.hosts.settings.carry, segments, opening, question, self.lead)

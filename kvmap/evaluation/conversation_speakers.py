@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvmap.evaluation.choices import cut_at, end_of_text_ids
+from kvmap.evaluation.conversation_carry import Taken
 from kvmap.evaluation.conversation_encoding import Ids, joined
-from kvmap.models.cache import KVCache
 from kvmap.models.capture import forward
 from kvmap.models.pair import LoadedModel
 from kvmap.transfer import HandOff, native
@@ -26,16 +26,16 @@ class Reader:
     """
 
     def __init__(self, model: LoadedModel) -> None:
-        """Args: the model."""
+        """Args: the model. `anew` says whether it reads all each time."""
         self.model = model
-        self._anew = any(layer.rope_type in ("dynamic", "longrope") for layer in model.geometry.layers)
+        self.anew = any(layer.rope_type in ("dynamic", "longrope") for layer in model.geometry.layers)
         self._segments: list[Ids] = []
         self._logits: list[Tensor] = []
         self._last: HandOff | None = None
 
     def read(self, segments: Sequence[Ids]) -> HandOff:
         """The model's own cache of the segments, each with at least one token, and the logits after them."""
-        if self._anew:
+        if self.anew:
             return native(self.model, as_batch(joined(segments)))
         n_same = 0
         while n_same < min(len(segments), len(self._segments)) and segments[n_same] == self._segments[n_same]:
@@ -109,12 +109,20 @@ class Replying:
 
 @dataclass(frozen=True)
 class Said:
-    """An answer, whose it is, and from how many tokens, of which how many mapped, it was made."""
+    """An answer, whose it is, and from how many tokens, of which how many mapped, it was made.
+
+    Attributes:
+        answer, answered_by, n_context, n_mapped, n_handed, n_left_out, n_source_read: see
+            `kvmap.evaluation.conversation.TurnResult`.
+    """
 
     answer: str
     answered_by: str
     n_context: int
     n_mapped: int
+    n_handed: int = 0
+    n_left_out: int = 0
+    n_source_read: int = 0
 
 
 class Speaker(Protocol):
@@ -142,28 +150,42 @@ class OwnSpeaker:
 
 
 class HandedOver:
-    """The target on the source's mapped cache: anew at every turn, or from one turn on."""
+    """The target on a cache that it is handed: anew at every turn, or from one turn on."""
 
     def __init__(
         self,
         source: OwnSpeaker,
         target: LoadedModel,
-        hand_over: Callable[[Ids, KVCache], HandOff],
+        take: Callable[[Sequence[Ids]], Taken],
         replying: Replying,
         turn: int | None,
     ) -> None:
-        """Args: who speaks before `turn`, and after it, and how its cache is mapped; None: at every turn."""
-        self.source, self.target, self.hand_over = source, target, hand_over
+        """Args: who speaks before `turn`, and after it, and what it goes on from; None: at every turn."""
+        self.source, self.target, self.take = source, target, take
         self.replying, self.turn = replying, turn
-        self._held: HandOff | None = None
+        self._held: Taken | None = None
 
     def say(self, segments: Sequence[Ids]) -> Said:
         """See `Speaker.say`."""
         if self.turn is not None and len(segments) < self.turn:
             return self.source.say(segments)
         if self.turn is None or self._held is None:
-            self._held = self.hand_over(joined(segments), self.source.reader.read(segments).kv)
+            self._held = self.take(segments)
+            n_handed, n_source_read = self._held.n_context, self._held.n_source_read
         else:
-            self._held = go_on(self.target, self._held, segments[-1])
-        answer = self.replying.reply(self.target, self._held)
-        return Said(answer, "target", len(joined(segments)), self._held.n_mapped)
+            n_handed = n_source_read = 0
+            self._held = replace(
+                self._held,
+                hand_off=go_on(self.target, self._held.hand_off, segments[-1]),
+                n_context=self._held.n_context + len(segments[-1]),
+            )
+        held = self._held
+        return Said(
+            answer=self.replying.reply(self.target, held.hand_off),
+            answered_by="target",
+            n_context=held.n_context,
+            n_mapped=held.hand_off.n_mapped,
+            n_handed=n_handed,
+            n_left_out=len(joined(segments)) - held.n_context,
+            n_source_read=n_source_read,
+        )

@@ -21,7 +21,15 @@ NO_RESULT = (
     "evaluation.reuse_answers",
     "evaluation.bootstrap_samples",
 )
-NO_RESULT_GROUPS = ("tracking.", "sweep.", "kernels.", "benchmark.", "diagnostics.", "evaluation.cost.")
+NO_RESULT_GROUPS = (
+    "tracking.",
+    "sweep.",
+    "kernels.",
+    "benchmark.",
+    "diagnostics.",
+    "preflight.",
+    "evaluation.cost.",
+)
 """Settings that change no answer, the run's own seed and that of the bootstrap among them: runs that differ
 in them are of one configuration, and no second draw."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvmap.mappers.base import (
     FittedFor,
     Mapper,
+    MapperFileError,
     MapperMismatch,
     RegistryCollision,
     Unavailable,
@@ -22,18 +23,28 @@ from kvmap.mappers.random_map import RandomMapper
 from kvmap.mappers.raw import RawMapper
 from kvmap.mappers.separate import SeparateMapper
 from kvmap.mappers.store import (
-    MapperFileError,
     check_identities,
     identity_record,
     load_mapper,
     save_mapper,
 )
+from kvmap.mappers.verdict import (
+    VERDICTS,
+    Canary,
+    InvalidVerdict,
+    Verdict,
+    attach_verdict,
+    read_verdict,
+)
 
 __all__ = [
+    "VERDICTS",
     "BiasOnlyMapper",
+    "Canary",
     "CompressedLinearMapper",
     "FittedFor",
     "IdentityMapper",
+    "InvalidVerdict",
     "LinearMapper",
     "MLPMapper",
     "Mapper",
@@ -44,12 +55,15 @@ __all__ = [
     "RegistryCollision",
     "SeparateMapper",
     "Unavailable",
+    "Verdict",
+    "attach_verdict",
     "check_identities",
     "check_shape",
     "get_mapper",
     "identity_record",
     "load_mapper",
     "mapper_kinds",
+    "read_verdict",
     "register",
     "save_mapper",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,11 @@ from kvmap.kernels.map_cache import CacheMap
 from kvmap.models.cache import KVCache
 from kvmap.models.identity import ModelIdentity
 
+if TYPE_CHECKING:
+    from kvmap.mappers.verdict import Verdict
+
+TENSORS_NAME = "mapper.safetensors"
+
 
 class MapperMismatch(KvmapError):
     """A mapper applied to models, caches or shapes it was not fitted for."""
@@ -23,6 +28,10 @@ class MapperMismatch(KvmapError):
 
 class Unavailable(KvmapError):
     """A kind of mapper that this pair of models has no room for, such as a copy between unlike shapes."""
+
+
+class MapperFileError(KvmapError):
+    """A mapper folder that is missing, half-written, altered, or not a mapper at all."""
 
 
 class RegistryCollision(KvmapError):
@@ -69,6 +78,8 @@ class Mapper(ABC):
         source_shape: `(n_kv_heads, head_dim)` of each source layer it reads.
         target_shape: the same of each target layer it writes.
         fitted_for: the models and the strategy it was fitted for; set by `load_mapper`, None where unknown.
+        verdict: what a preflight found of it; set by `load_mapper`, None where none is kept beside it. No
+            part of its settings, tensors or key.
         native_layers: m, how many of the target's first layers the target computes itself, over every
             column. They are not mapped, and feed the map of the layers above. A kind that can have any keeps
             the number in its `settings`.
@@ -76,6 +87,7 @@ class Mapper(ABC):
 
     kind: ClassVar[str]
     fitted_for: FittedFor | None = None
+    verdict: Verdict | None = None
     native_layers: int = 0
 
     def __init__(self, source_shape: CacheShape, target_shape: CacheShape) -> None:
@@ -230,7 +242,7 @@ class Mapper(ABC):
             for name, tensor in self.tensors().items()
         }
         mapper = type(self).from_state(self.settings(), moved)
-        mapper.fitted_for = self.fitted_for
+        mapper.fitted_for, mapper.verdict = self.fitted_for, self.verdict
         return mapper
 
     def stored_dtype(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -13,20 +13,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from kvmap import __version__
-from kvmap.errors import KvmapError
 from kvmap.files import save_tensors, sha256_file, write_json
-from kvmap.mappers.base import FittedFor, Mapper, MapperMismatch, get_mapper
+from kvmap.mappers.base import (
+    TENSORS_NAME,
+    FittedFor,
+    Mapper,
+    MapperFileError,
+    MapperMismatch,
+    get_mapper,
+)
+from kvmap.mappers.verdict import VERDICT_NAME, read_verdict
 from kvmap.models.identity import ModelIdentity
 
 FORMAT = "kvmap-mapper"
 SCHEMA_VERSION = 1
-TENSORS_NAME = "mapper.safetensors"
 MANIFEST_NAME = "manifest.json"
 _OWN_KEYS = ("format", "schema_version", "kind", "settings", "tensors", "sha256", "kvmap_version", "checksum")
-
-
-class MapperFileError(KvmapError):
-    """A mapper folder that is missing, half-written, altered, or not a mapper at all."""
 
 
 def save_mapper(mapper: Mapper, folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -37,7 +39,7 @@ def save_mapper(mapper: Mapper, folder: Path, manifest: Mapping[str, Any]) -> No
 
     Args:
         mapper: what to save.
-        folder: made if it is not there; a mapper that lies in it is replaced.
+        folder: made if it is not there; a mapper that lies in it is replaced, and its verdict removed.
         manifest: what the mapper belongs to, as JSON can hold it: `source` and `target` identities
             (`identity_record`) and the `rope` strategy, which `load_mapper` gives the mapper to know;
             calibration, selection rule, λ.
@@ -63,6 +65,7 @@ def save_mapper(mapper: Mapper, folder: Path, manifest: Mapping[str, Any]) -> No
         json.dumps(record, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise MapperFileError(f"the manifest holds something that JSON cannot: {error}") from error
+    (folder / VERDICT_NAME).unlink(missing_ok=True)
     save_tensors(folder / TENSORS_NAME, tensors)
     record["sha256"] = sha256_file(folder / TENSORS_NAME)
     record["checksum"] = _record_digest(record)
@@ -74,7 +77,8 @@ def load_mapper(folder: Path, device: str = "cpu") -> tuple[Mapper, dict[str, An
 
     Returns:
         The mapper and its manifest, as given to `save_mapper` with kvmap's own keys added. Where the
-        manifest names source and target, the mapper knows them (`Mapper.fitted_for`).
+        manifest names source and target, the mapper knows them (`Mapper.fitted_for`), and what a preflight
+        found of it, where that is kept beside it (`Mapper.verdict`).
 
     Raises:
         MapperFileError: naming the file and what is wrong with it.
@@ -92,6 +96,7 @@ def load_mapper(folder: Path, device: str = "cpu") -> tuple[Mapper, dict[str, An
         tensors = load_file(path, device=device)
         mapper = get_mapper(record["kind"]).from_state(record["settings"], tensors)
         mapper.fitted_for = _fitted_for(record)
+        mapper.verdict = read_verdict(folder, mapper_sha256=record["sha256"])
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise MapperFileError(f"{folder} does not hold a whole {record['kind']!r} mapper: {error}") from error
     return mapper, record

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvmap.files import load_metadata, load_tensors, save_tensors
+from kvmap.files import ArtifactCorrupt, load_metadata, load_tensors, save_tensors
 from kvmap.models.cache import InvalidCache, KVCache
 from kvmap.models.rope import Rotation, strip_rotation
 
@@ -18,6 +19,7 @@ def save_kv(kv: KVCache, path: Path) -> None:
     """Write a cache whole or not at all; `load_kv` gives back the same numbers in the same dtypes.
 
     The owner's identity is not kept: whoever stores a cache for another model to use records it beside it.
+    `exact` is: a cache that was mapped comes back as one that was.
     """
     tensors = {"positions": kv.positions, "mask": kv.mask}
     rotations: list[dict[str, object] | None] = []
@@ -45,7 +47,7 @@ def load_kv(path: Path, device: torch.device | str = "cpu") -> KVCache:
     Raises:
         ArtifactMissing, ArtifactCorrupt: the file is not there, or is not whole.
     """
-    head = json.loads(load_metadata(path)["kv"])
+    head = _read_head(path)
     tensors = {name: tensor.to(device) for name, tensor in load_tensors(path).items()}
     layers = range(head["n_layers"])
     rotations = tuple(
@@ -79,7 +81,7 @@ def load_layers(path: Path, kind: str, layers: Sequence[int], *, stripped: bool 
         ArtifactMissing, ArtifactCorrupt: the file is not there, or is not whole.
         InvalidCache: content keys of a cache whose columns carry different rotations; see `KVCache.strip`.
     """
-    head = json.loads(load_metadata(path)["kv"])
+    head = _read_head(path)
     turned = kind == "key" and stripped and not head["stripped"]
     if turned and head["mixed"]:
         raise InvalidCache(
@@ -100,3 +102,34 @@ def load_layers(path: Path, kind: str, layers: Sequence[int], *, stripped: bool 
             )
         found.append(tensor if tensor.dtype == torch.float64 else tensor.float())
     return found
+
+
+def require_exact(kv: KVCache) -> KVCache:
+    """The cache itself, where it may be kept as a prefix that serves other requests.
+
+    Whoever keeps caches by their tokens calls this before: what was mapped for one request is near to what
+    the model would have computed, and would be taken for it by every later request with these tokens.
+
+    Raises:
+        InvalidCache: a column was mapped, or the keys are stripped.
+    """
+    if not kv.exact or kv.stripped:
+        what = "holds stripped keys" if kv.exact else "holds mapped columns"
+        raise InvalidCache(
+            f"the cache {what}, so it is no exact prefix for other requests: keep the model's own prefill "
+            f"instead, and use this one for its own request alone"
+        )
+    return kv
+
+
+def _read_head(path: Path) -> dict[str, Any]:
+    """What `save_kv` noted beside the tensors.
+
+    Raises:
+        ArtifactMissing, ArtifactCorrupt: the file is not there, or no such note.
+    """
+    try:
+        head: dict[str, Any] = json.loads(load_metadata(path)["kv"])
+    except (KeyError, ValueError) as error:
+        raise ArtifactCorrupt(f"{path} is no KV cache that save_kv wrote: capture it again") from error
+    return head

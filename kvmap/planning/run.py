@@ -103,7 +103,7 @@ class PlannedRun:
     @property
     def loads(self) -> bool:
         """Whether any stage beside the plan is asked for."""
-        return bool(self.stages - {"plan", "report"})
+        return bool(self.stages - {"plan", "economics", "report"})
 
     def asks(self, stage: str) -> bool:
         """Whether a stage is planned: those asked for, or all of them where the plan alone is."""

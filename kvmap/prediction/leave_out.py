@@ -104,8 +104,8 @@ def leave_one_pair_out(
         note = "; ".join([f"too few pairs ({len(pairs)})", *([note] if note else [])])
         empty = [_empty(name, len(y), len(pairs), note) for name in (RIDGE, MEAN, *map(short_name, names))]
         return LeaveOnePairOut(pd.DataFrame(empty), pd.DataFrame({group: used[group], "true": y}))
-    found = {RIDGE: _predict(x, y, labels), MEAN: _predict(x[:, :0], y, labels)}
-    found |= {short_name(name): _predict(x[:, [n]], y, labels) for n, name in enumerate(names)}
+    found = {RIDGE: out_of_pair(x, y, labels), MEAN: out_of_pair(x[:, :0], y, labels)}
+    found |= {short_name(name): out_of_pair(x[:, [n]], y, labels) for n, name in enumerate(names)}
     draws = _draws(len(pairs), n_resamples, seed)
     base = found[MEAN][0]
     scores = [
@@ -174,19 +174,19 @@ def ridge_guesses(x: Floats, y: Floats, weights: Floats, new: Floats) -> Floats:
     return guesses
 
 
-def _predict(x: Floats, y: Floats, labels: Labels) -> tuple[Floats, float]:
+def out_of_pair(x: Floats, y: Floats, labels: Labels) -> tuple[Floats, float]:
     """Out-of-pair predictions (n,), and the median of the penalties that folds chose (nan: no columns)."""
     guess = np.empty_like(y)
     chosen = []
     for pair in np.unique(labels):
         out = labels == pair
-        penalty = _penalty(x[~out], y[~out], labels[~out]) if x.shape[1] else 0
+        penalty = chosen_penalty(x[~out], y[~out], labels[~out]) if x.shape[1] else 0
         chosen.append(PENALTIES[penalty])
         guess[out] = ridge_guesses(x[~out], y[~out], pair_weights(labels[~out]), x[out])[penalty]
     return guess, float(np.median(chosen)) if x.shape[1] else math.nan
 
 
-def _penalty(x: Floats, y: Floats, labels: Labels) -> int:
+def chosen_penalty(x: Floats, y: Floats, labels: Labels) -> int:
     """Index of the penalty of least squared error when each pair is left out; of equals the largest."""
     error = np.zeros(len(PENALTIES))
     for pair in np.unique(labels):

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvmap.report.diagnosis import map_lines, r2_grid
+from kvmap.report.economics import economics_grids
 from kvmap.report.page import Cell, Grid, Link
+from kvmap.report.preflight import preflight_grid, preflight_lines, preflight_rates_grid
 from kvmap.report.reading import Row, read_arms, read_run, read_table
 from kvmap.report.results import (
     against_source_grid,
@@ -47,6 +49,8 @@ def print_summary(directory: Path, console: Console | None = None) -> None:
         print_grid(plan_work_grid(read_table(directory, "plan_work")), console)
         print_grid(plan_memory_grid(read_table(directory, "plan_memory")), console)
     print_grid(plan_settings_grid(read_table(directory, "plan_settings")), console)
+    print_grid(preflight_grid(read_table(directory, "preflight")), console)
+    print_grid(preflight_rates_grid(read_table(directory, "preflight_rates")), console)
     if measures is not None:
         for grid in fitting(measures, console.width, n_labels=3):
             print_grid(grid, console)
@@ -54,7 +58,9 @@ def print_summary(directory: Path, console: Console | None = None) -> None:
     print_grid(against_source_grid(arms), console)
     print_grid(r2_grid(read_table(directory, "r2"), read_table(directory, "first_token")), console)
     print_grid(latency_grid(read_table(directory, "latency")), console)
-    for line in run_lines(directory, run, arms):
+    for grid in economics_grids(directory, run.get("facts") or {}):
+        print_grid(grid, console)
+    for line in (*preflight_lines(run), *run_lines(directory, run, arms)):
         console.print(line, markup=False, highlight=False)
     console.print(f"{run['study']}: {ending(run)}", markup=False, highlight=False)
     if run.get("error"):

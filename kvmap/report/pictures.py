@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvmap.figures import diagnostics, errors, run
+from kvmap.figures.fleet import fleet_heat_maps
 from kvmap.figures.style import number, spoken
 from kvmap.files import replacing
 from kvmap.report.page import Picture
@@ -30,8 +31,10 @@ CAPTIONS = {
     "errors_by_token": "Relative error of keys and values by kind of token, mean and range over layers.",
     "errors_by_position": "Error and attention-output cosine by position; next-token KL after the context.",
     "spectrum": "Cumulated share of the error, and of the target, in the largest components.",
+    "fleet": "Context carried by source and target of a fleet: direct, and the best way round.",
     "latency": "Time against context length: median, 20th to 80th percentile, ms.",
     "latency_cost": "Re-prefill over map, warm and cold hand-off; and each arm's share of the roofline.",
+    "economics": "Time to take over by length and link; cost by escalation rate and price. Black: even.",
     "study": "Context carried and accuracy kept by configuration, 95 % intervals.",
 }
 """By the name of the figure's file, in reading order."""
@@ -76,6 +79,10 @@ def _of_tables(directory: Path) -> Iterator[tuple[str, Callable[[], Figure]]]:
     if _has(spectrum, "error_share"):
         summary = read_table(directory, "spectrum_summary")
         yield "spectrum", lambda: errors.spectrum_lines(spectrum, summary)
+    routes = read_table(directory, "fleet_routes")
+    if _has(routes, "context_carried"):
+        relays = read_table(directory, "fleet_best_relays")
+        yield "fleet", lambda: fleet_heat_maps(routes, relays)
 
 
 def _has(rows: Iterable[Row], column: str) -> bool:

@@ -9,10 +9,13 @@ from typing import Any
 from kvmap.figures.style import number, spoken, texts_of
 from kvmap.report.console import ending, run_lines
 from kvmap.report.diagnosis import attention_grid, r2_grid, spectrum_grid, token_kinds_grid
+from kvmap.report.economics import economics_grids
+from kvmap.report.fleet import fleet_grids
 from kvmap.report.measures import fraction, mean
 from kvmap.report.origin import environment_grid, files_grid, versions_grid
 from kvmap.report.page import Card, Grid, Page, Section
 from kvmap.report.pictures import OF_THE_MAP, pictures_of
+from kvmap.report.preflight import preflight_grid, preflight_lines, preflight_rates_grid
 from kvmap.report.reading import Row, read_arms, read_run, read_table
 from kvmap.report.results import (
     against_source_grid,
@@ -45,17 +48,22 @@ def run_page(directory: Path, defaults: Mapping[str, Any] | None = None, drawn: 
     run, arms = read_run(directory), read_arms(directory)
     pictures = pictures_of(directory, *([drawn] if drawn else []))
     of_map = [picture for picture in pictures if picture.name in OF_THE_MAP]
+    of_fleet = [picture for picture in pictures if picture.name == "fleet"]
+    of_costs = [picture for picture in pictures if picture.name == "economics"]
     timed = [picture for picture in pictures if picture.name.startswith("latency")]
-    measured = [picture for picture in pictures if picture not in of_map and picture not in timed]
+    measured = [picture for picture in pictures if picture not in [*of_map, *of_fleet, *of_costs, *timed]]
     r2 = r2_grid(read_table(directory, "r2"), read_table(directory, "first_token"))
     attention = read_table(directory, "attention_output")
     by_kind = token_kinds_grid(read_table(directory, "errors_by_token"), read_table(directory, "next_token"))
     spectrum = spectrum_grid(read_table(directory, "spectrum_summary"))
     sections = [
+        Section("Preflight", preflight_lines(run), _preflight(directory)),
         Section("Against each reference", grids=_there(verdict_grid(arms))),
         Section("Results", [], _results(arms), measured),
         Section("The map", [], _there(r2, attention_grid(attention), by_kind, spectrum), of_map),
+        Section("Fleet", [], fleet_grids(directory), of_fleet),
         Section("Latency", [], _there(latency_grid(read_table(directory, "latency"))), timed),
+        Section("Economics", [], economics_grids(directory, run.get("facts") or {}), of_costs),
         Section("Plan", [], _plan(directory, folded=bool(arms))),
         Section("What else is known", run_lines(directory, run, arms)),
         Section("Settings", [], _settings(run["config"], defaults)),
@@ -69,7 +77,7 @@ def run_page(directory: Path, defaults: Mapping[str, Any] | None = None, drawn: 
         verdict=[*verdict_lines(arms), *([f"It failed: {run['error']}"] if run.get("error") else [])],
         cards=[*cards(arms), *_cards_of_the_map(directory)],
         sections=[section for section in sections if section],
-        paper=[*paper_grids(arms), *_there(r2, attention_grid(attention))],
+        paper=[*paper_grids(arms), *_there(r2, attention_grid(attention)), *fleet_grids(directory)],
     )
 
 
@@ -80,6 +88,13 @@ def _plan(directory: Path, *, folded: bool) -> list[Grid]:
         plan_grid(read_table(directory, "plan"), folded=folded),
         plan_work_grid(read_table(directory, "plan_work")),
         plan_memory_grid(read_table(directory, "plan_memory"), folded=folded),
+    )
+
+
+def _preflight(directory: Path) -> list[Grid]:
+    return _there(
+        preflight_grid(read_table(directory, "preflight")),
+        preflight_rates_grid(read_table(directory, "preflight_rates")),
     )
 
 
@@ -111,7 +126,11 @@ def asked(config: Mapping[str, Any]) -> list[str]:
     """What was done, in words: which models, which map, what is left to the target."""
     pair, mapper = config.get("pair"), config.get("mapper")
     lines = []
-    if isinstance(pair, Mapping) and isinstance(pair.get("source"), Mapping):
+    fleet = _fleet(config)
+    if fleet:
+        lines.append(f"A fleet, every model from the cache of every other: {', '.join(fleet)}.")
+    only_fleet = bool(fleet) and set(config["stages"]) <= {"plan", "fleet", "report"}
+    if not only_fleet and isinstance(pair, Mapping) and isinstance(pair.get("source"), Mapping):
         names = [str(pair[role].get("id")) for role in ("source", "target")]
         if config.get("direction") == "down":
             names.reverse()
@@ -128,6 +147,13 @@ def asked(config: Mapping[str, Any]) -> list[str]:
         ]
         lines.append(f"The target computes itself: {' and '.join(part for part in left if part)}.")
     return lines
+
+
+def _fleet(config: Mapping[str, Any]) -> list[str]:
+    """The ids of the fleet's models, where the run's stages name it."""
+    if "fleet" not in (config.get("stages") or ()):
+        return []
+    return [str(entry["id"] if isinstance(entry, Mapping) else entry) for entry in config.get("fleet") or ()]
 
 
 def _mapper(mapper: Mapping[str, Any]) -> str:

@@ -81,7 +81,8 @@ class Context:
             return read_geometry(self.specs[role])
         except ModelNotFound:
             known = self.specs[role].id in SHAPES
-            if set(self.cfg.stages) - {"plan", "report"} or (not known and None in asdict(facts).values()):
+            beyond_a_plan = set(self.cfg.stages) - {"plan", "economics", "report"}
+            if beyond_a_plan or (not known and None in asdict(facts).values()):
                 raise
             if known:
                 self.run.note(

@@ -18,6 +18,7 @@ from kvmap.transfer import TransferOptions
 from tests.diagnostics.plain_loops import (
     CONTEXTS,
     DEFAULT,
+    KINDS_OF_TOKENS,
     QUESTIONS,
     ROWS,
     SEQUENCES,
@@ -215,3 +216,16 @@ def test_a_target_in_bfloat16_is_judged_in_float32():
     # keys are stripped in float32 and rounded again: at most 2⁻⁸ off
     assert found["diagnose/evaluation/mapped/attention_cosine"] == pytest.approx(1.0, abs=1e-4)
     assert found["diagnose/evaluation/mapped/r2_value"] == 1.0
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_mappers_that_share_a_pass_are_each_judged_as_if_alone(sequential):
+    pair = pair_of("llama_yarn", "llama")
+    mappers = {"all": mixed(pair), "above the first": mixed(pair, native_layers=1)}
+    together = room.diagnose_mappers(
+        pair, mappers, [QUESTIONS, SEQUENCES], KINDS_OF_TOKENS, DEFAULT, batch_size=2, sequential=sequential
+    )
+    for name, mapper in mappers.items():
+        alone = diagnosed(pair, mapper, batch_size=2)
+        for text, sums in alone.items():
+            assert text_metrics(together[name][text]) == text_metrics(sums)

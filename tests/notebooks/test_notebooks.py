@@ -10,6 +10,8 @@ from nbclient import NotebookClient
 
 from kvmap.metrics import Metric
 from kvmap.tracking import Run
+from tests.economics.cases import benchmark_rows
+from tests.economics.test_curves import write
 from tests.evaluation.finished_runs import answers, item_rows
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
@@ -54,8 +56,8 @@ def n_images(cells):
     return sum("image/png" in output.get("data", {}) for cell in cells.values() for output in cell.outputs)
 
 
-def test_there_are_two():
-    assert [path.stem for path in NOTEBOOKS] == ["analyse_a_sweep", "transfer_step_by_step"]
+def test_there_are_three():
+    assert [path.stem for path in NOTEBOOKS] == ["analyse_a_sweep", "economics", "transfer_step_by_step"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -99,6 +101,26 @@ def test_a_transfer_step_by_step(tmp_path, monkeypatch):
     assert answered["target, read it all itself"] == answered["right"] == "yellow"
     assert answered["target, without the story"] != "yellow"
     assert re.search(r"mapped\s+1\.000", text_of(cells["help"])), "three native layers answer everything"
+
+
+@pytest.mark.slow
+def test_economics_of_planned_times(tmp_path, monkeypatch):
+    monkeypatch.delenv("KVMAP_RUN", raising=False)
+    cells = execute("economics", tmp_path, monkeypatch)
+    assert "planned for h100" in text_of(cells["times"])
+    assert "note: planned, not measured" in text_of(cells["assume"])
+    assert "cost/correct" in text_of(cells["assume"])
+    assert "cached_share" in text_of(cells["break-even"])
+    assert re.search(r"is the cheaper: (0\.\d\d|none)", text_of(cells["ask"]))
+    assert n_images(cells) == 3
+
+
+@pytest.mark.slow
+def test_economics_of_a_run_that_is_named(tmp_path, monkeypatch):
+    write(tmp_path / "run" / "tables" / "latency.csv", benchmark_rows())
+    cells = execute("economics", tmp_path, monkeypatch, KVMAP_RUN=tmp_path / "run")
+    assert str(tmp_path / "run") in text_of(cells["times"])
+    assert "log-normal, median 1,024 tokens" in text_of(cells["assume"])
 
 
 @pytest.mark.slow

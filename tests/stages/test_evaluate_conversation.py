@@ -24,6 +24,7 @@ TALK = (
     "evaluation.perplexity.n_sequences=0 evaluation.conversation.limit=2 evaluation.conversation.max_turns=3 "
     "evaluation.conversation.max_new_tokens=2"
 )
+AT_TURN = f"{TALK} evaluation.conversation.mode=at_turn evaluation.conversation.turn=3"
 RELAY = "evaluation.relay.hops=3"
 
 
@@ -96,6 +97,25 @@ class TestConversations:
             run(f"{QUIET} {TALK} {asked} evaluation.conversation.turn=7 evaluation.conversation.max_turns=9")
 
 
+class TestCarry:
+    def test_the_arm_that_reads_the_text_itself(self, run: Runner) -> None:
+        finished = run(
+            f"{QUIET} {AT_TURN} evaluation.conversation.carry=fresh evaluation.conversation.re_prefill=true"
+        )
+        arms = {row["arm"]: row for row in finished.table("carry")}
+        assert set(arms) == {"mapped", "re_prefill"}
+        assert float(arms["re_prefill"]["mapped_tokens"]) == 0
+        assert 0.5 < float(arms["re_prefill"]["target_flop_share"]) < 1
+        metrics = {row["metric"] for row in rows_of(finished, "arms", arm="re_prefill")}
+        assert {"f1", "retention", "gain_recovered"} <= metrics
+        again = run(
+            f"{QUIET} {AT_TURN} evaluation.conversation.carry=fresh evaluation.conversation.re_prefill=true",
+            again=True,
+        )
+        assert again.json("run")["facts"]["n_reused"]["conversation"]["re_prefill"] == 2
+        assert again.table("carry") == finished.table("carry")
+
+
 class TestRelay:
     def test_every_hop_has_a_line(self, run: Runner) -> None:
         finished = run(f"{QUIET} {RELAY}")
@@ -151,6 +171,11 @@ MISTAKES = {
     "evaluation.conversation.mode=at_turn evaluation.conversation.turn=5 "
     "evaluation.conversation.max_turns=4": "evaluation.conversation.turn=5: comes after the last turn",
     "evaluation.conversation.limit=2 evaluation.sequential=true": "the two models take turns",
+    "evaluation.conversation.carry=all": "expected one of everything, artifacts, fresh",
+    "evaluation.conversation.carry=fresh": "evaluation.conversation.carry=fresh: at every turn the whole",
+    "evaluation.conversation.carry=artifacts evaluation.conversation.mode=at_turn": "before "
+    "evaluation.conversation.turn=1 nothing is left out",
+    "evaluation.conversation.re_prefill=true": "evaluation.conversation.re_prefill=true: at every turn",
     "evaluation.relay.hops=-1": "evaluation.relay.hops=-1",
     "evaluation.relay.reverse_mapper=/no/such": "evaluation.relay.reverse_mapper=/no/such: no such folder",
     "evaluation.relay.hops=2 evaluation.perplexity.n_sequences=0": "set its n_sequences",
@@ -169,6 +194,12 @@ def test_a_file_that_would_not_be_read_is_a_mistake(tmp_path: Path) -> None:
     file.touch()
     (mistake,) = validate(with_settings(f"evaluation.conversation.path={file}"))
     assert mistake.startswith("evaluation.conversation.limit=0: no conversation of")
+
+
+def test_what_can_be_carried_is_no_mistake() -> None:
+    for carry in ("artifacts", "fresh"):
+        talk = f"mode=at_turn turn=2 carry={carry} re_prefill=true limit=2".split()
+        assert validate(with_settings(" ".join(f"evaluation.conversation.{one}" for one in talk))) == []
 
 
 def test_conversations_alone_or_costs_alone_are_something_to_evaluate() -> None:

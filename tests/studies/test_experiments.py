@@ -31,6 +31,7 @@ ON_THE_FAMILY = (
     "hold_back",
     "attention_sinks",
     "native_features",
+    "direction",
 )
 GIVEN_BY_RUN_SH = {"calibration_domain": ["calibration.data.path=texts.jsonl"]}
 GROUPS = {folder.name for folder in CONF.iterdir() if folder.is_dir()}

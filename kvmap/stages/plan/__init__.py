@@ -33,6 +33,8 @@ def check(ctx: Context) -> None:
         ConfigError: every setting that the two models' geometry contradicts.
         KvmapError: a model that is missing or unsupported, or tokenizers that differ.
     """
+    if set(ctx.cfg.stages) <= {"fleet", "report"}:
+        return  # a fleet has models of its own, and judges them itself
     mistakes = [*geometry_mistakes(ctx), *length_mistakes(ctx), *row_mistakes(ctx)]
     mistakes = mistakes or [*memory_mistakes(ctx)]  # which counts on a geometry that is right
     if mistakes:
@@ -107,4 +109,4 @@ def _described(ctx: Context, machine: Machine, models: dict[str, ModelFacts]) ->
 
 def _reads_models(ctx: Context) -> bool:
     """Whether a stage loads the two models."""
-    return bool(set(ctx.cfg.stages) - {"plan", "report"}) and not ctx.random_weights
+    return bool(set(ctx.cfg.stages) - {"plan", "economics", "report"}) and not ctx.random_weights

@@ -14,7 +14,9 @@ from kvmap.stages.context import Context
 def needs_mapper(ctx: Context) -> bool:
     """Whether a stage needs a fitted mapper; the benchmark needs none where it draws one."""
     drawn = ctx.cfg.benchmark.random_weights or ctx.cfg.benchmark.random_mapper
-    without = {"plan", "report", "calibrate"} | ({"benchmark"} if drawn else set())
+    without = {"plan", "fleet", "preflight", "economics", "report", "calibrate"} | (
+        {"benchmark"} if drawn else set()
+    )
     return bool(set(ctx.cfg.stages) - without)
 
 

@@ -81,7 +81,11 @@ def planned_run(ctx: Context, models: dict[str, ModelFacts]) -> PlannedRun:
     reads_rows = mapper.kind == "mlp" or mapper.row_weights != "none"
     keeps = calibration.keep_captures is True or (calibration.keep_captures == "auto" and reads_rows)
     spill = calibration.max_spill_gib
-    own = cfg.diagnostics.texts if "diagnose" in cfg.stages or set(cfg.stages) <= {"plan", "report"} else []
+    own = (
+        cfg.diagnostics.texts
+        if "diagnose" in cfg.stages or not set(cfg.stages) - {"plan", "economics", "report"}
+        else []
+    )
     benchmark = cfg.benchmark
     return PlannedRun(
         stages=frozenset(cfg.stages),
