@@ -66,7 +66,7 @@ def _run(cfg: object) -> None:
     own, in_sweep = Path(hydra.runtime.output_dir), hydra.mode == RunMode.MULTIRUN
     with watched(hydra.launcher.get("signal_delay_s", 0)), ExitStack() as stack:
         with refusal_recorded(own) if in_sweep else nullcontext():
-            typed = _judged(cfg)
+            typed = judged(cfg)
             identity = job_identity(plain_config(cfg))
             if in_sweep:
                 allowed = typed.sweep.allow_changed_code
@@ -78,7 +78,7 @@ def _run(cfg: object) -> None:
                 run_stages(typed, turn.directory, identity=identity)
 
 
-def _judged(cfg: object) -> Config:
+def judged(cfg: object) -> Config:
     """The typed configuration.
 
     Raises:

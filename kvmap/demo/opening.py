@@ -29,7 +29,7 @@ def composed(overrides: Sequence[str]) -> Config:
     from hydra import compose, initialize_config_dir, initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
 
-    from kvmap.run import _judged
+    from kvmap.run import judged
 
     register()
     GlobalHydra.instance().clear()
@@ -40,7 +40,7 @@ def composed(overrides: Sequence[str]) -> Config:
         else initialize_config_module("kvmap.conf", version_base="1.3")
     ):
         cfg = compose("config", overrides=[*overrides, STAGES])
-    return _judged(cfg)
+    return judged(cfg)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import tempfile
 import pytest
 import torch
 
+from kvmap.diagnostics import source_reads
 from kvmap.diagnostics import streaming as room
 from kvmap.diagnostics.findings import text_metrics, text_tables
 from kvmap.diagnostics.texts import Text
@@ -182,10 +183,12 @@ def test_one_model_at_a_time_is_released_before_the_other_reads(monkeypatch, pai
     expected = everything(pair, mixed(pair), batch_size=2)
     events = []
     monkeypatch.setattr(pair, "release", lambda side: events.append(f"release {side}"))
-    for name in ("prefill", "read_queries"):
-        actual = getattr(room, name)
+    for place, name in ((source_reads, "prefill"), (room, "read_queries")):
+        actual = getattr(place, name)
         monkeypatch.setattr(
-            room, name, lambda model, *given, a=actual: events.append(model.identity.name) or a(model, *given)
+            place,
+            name,
+            lambda model, *given, a=actual: events.append(model.identity.name) or a(model, *given),
         )
     found = everything(pair, mixed(pair), batch_size=2, sequential=True)
     assert found == expected
