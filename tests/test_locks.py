@@ -58,6 +58,7 @@ class TestContention:
         assert_one_at_a_time(said)
         assert sorted(path.name for path in holders.path.parent.iterdir()) == ["log"]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("before", ["", WITHOUT_LINKS], ids=["links", "no links"])
     def test_killed_holders_are_replaced_at_once(self, holders: Holders, before: str) -> None:
         """Most are killed inside, as the log shows; the last come through. Zombies: nobody reaps them."""

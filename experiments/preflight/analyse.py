@@ -41,7 +41,7 @@ def main() -> None:
         for row in rates(_judged_at(of_one, threshold), threshold).rows()
     ]
     usual = judged[Rules().confidence]
-    freeze(HERE, cases=_by_mapper(evidence), judged=usual.drop(columns="reason"), rates=pd.DataFrame(found))
+    freeze(HERE, results=_by_mapper(evidence), judged=usual.drop(columns="reason"), rates=pd.DataFrame(found))
     _figure(usual, HERE / "figure.png")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvmap.config.judging import is_integer, unknown_name
-from kvmap.config.schema import PREFLIGHT_MAPPERS, Config
+from kvmap.config.schema import PREFLIGHT_FAMILIES, PREFLIGHT_MAPPERS, Config
 
 
 def preflight_mistakes(cfg: Config) -> Iterator[str]:
@@ -29,6 +29,8 @@ def preflight_mistakes(cfg: Config) -> Iterator[str]:
         )
     if not 0 <= asked.reach < math.inf:
         yield f"{key}.reach={asked.reach}: expected a finite number of at least 0"
+    if asked.family not in PREFLIGHT_FAMILIES:
+        yield unknown_name(f"{key}.family", asked.family, PREFLIGHT_FAMILIES)
     yield from _bounds(cfg)
     for path in asked.evidence:
         if not Path(path).expanduser().is_file():

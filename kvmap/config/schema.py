@@ -35,6 +35,7 @@ ARMS = ("target", "source", "mapped", "bias_only", "raw", "random", "own_keys", 
 DEFAULT_ARMS = ("target", "source", "mapped", "bias_only", "raw", "random", "no_context")
 REQUIRED_ARMS = ("target", "mapped", "no_context")
 DIAGNOSTIC_TEXTS = ("held_out", "evaluation", "questions")
+PREFLIGHT_FAMILIES = ("own", "any")
 PREFLIGHT_MAPPERS = ("head_local", "native_features", "native_features_2", "linear", "banded")
 RECOMPUTE_RULES = ("attention", "map_error", "random")
 WORLD_KINDS = ("where", "colour", "holder", "two_hop", "moved", "count")
@@ -416,6 +417,7 @@ class PreflightConfig:
     confidence: float = 0.8
     min_pairs: int = 9
     reach: float = 0.5
+    family: str = "own"
     evidence: list[str] = field(default_factory=list)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvmap.errors import KvmapError
+from kvmap.evaluation.run_tables import run_record
 from kvmap.files import write_csv
 from kvmap.preflight.prediction import Reference
 
@@ -22,6 +23,10 @@ PAIR, MAPPER, SEED, TOP_K = "pair", "mapper", "seed", "top_k"
 RETENTION, CARRIED, KL = "retention", "context_carried", "kl_nats"
 FACTS = (PAIR, MAPPER, TOP_K, SEED, "n_items", RETENTION, "standard_error", CARRIED, KL)
 """Columns that say which case it is, and what came of it; the rest are `<probe>/<diagnostic>`."""
+
+FAMILY = "family"
+"""Column that may be left out, or empty: the beginning of the sha256 of the tokenizer, by which a pair takes
+the cases of its own family alone. A case without it serves every pair."""
 
 CONTROL = "bias_only"
 
@@ -78,10 +83,26 @@ class Evidence:
         """All cases but those of one pair."""
         return Evidence(self.table[self.table[PAIR] != pair])
 
+    def of_family(self, tokenizer: str) -> Evidence:
+        """Cases of pairs that share a tokenizer, and those that serve every pair.
+
+        Args:
+            tokenizer: its sha256 in hex.
+        """
+        if FAMILY not in self.table:
+            return self
+        family = self.table[FAMILY].fillna("").astype(str)
+        return Evidence(self.table[(family == "") | (family == family_of(tokenizer))].reset_index(drop=True))
+
     def largest_passing_kl(self, min_retention: float) -> float:
         """KL of full calibrations, nats a token, above which no case kept so much; nan without such cases."""
         passed = self.table[self.table["true"] >= min_retention]
         return float(passed[KL].max()) if len(passed) else math.nan
+
+
+def family_of(tokenizer: str) -> str:
+    """What column `family` holds of pairs with that tokenizer."""
+    return tokenizer[:12]
 
 
 def read_evidence(files: Iterable[Path] = (), *, shipped: bool = True) -> Evidence:
@@ -110,7 +131,9 @@ def _read(path: Path) -> pd.DataFrame:
     import pandas as pd
 
     try:
-        table = pd.read_csv(Path(path).expanduser(), dtype={PAIR: str, MAPPER: str, TOP_K: str, SEED: str})
+        table = pd.read_csv(
+            Path(path).expanduser(), dtype=dict.fromkeys((PAIR, MAPPER, TOP_K, SEED, FAMILY), str)
+        )
     except (OSError, ValueError) as error:
         raise KvmapError(
             f"preflight.evidence: {path} cannot be read as a table ({error}); python -m kvmap.preflight "
@@ -133,7 +156,8 @@ def cases_of(paths: Sequence[Path]) -> pd.DataFrame:
             and runs without a preflight or without a retention of the mapped arm.
 
     Returns:
-        One row a run: `FACTS`, and every `preflight/held_out/<probe>/<diagnostic>` as `<probe>/<diagnostic>`.
+        One row a run: `FACTS`, `FAMILY`, and every `preflight/held_out/<probe>/<diagnostic>` as
+        `<probe>/<diagnostic>`.
 
     Raises:
         KvmapError: no runs, or none that is a case.
@@ -153,7 +177,9 @@ def cases_of(paths: Sequence[Path]) -> pd.DataFrame:
         )
     table = pd.DataFrame(rows)
     diagnostics = sorted(name for name in map(str, table) if "/" in name)
-    return table[[*FACTS, *diagnostics]].sort_values([PAIR, MAPPER, TOP_K, SEED]).reset_index(drop=True)
+    return (
+        table[[*FACTS, FAMILY, *diagnostics]].sort_values([PAIR, MAPPER, TOP_K, SEED]).reset_index(drop=True)
+    )
 
 
 def write_cases(file: Path, cases: pd.DataFrame) -> None:
@@ -186,9 +212,15 @@ def _case(run: dict[str, Any]) -> dict[str, Any] | None:
         "standard_error": run.get(f"{outcome}:standard_error", math.nan),
         CARRIED: run.get(f"{text}/context_carried", math.nan),
         KL: run.get(f"{text}/kl_nats", math.nan),
+        FAMILY: _family(run),
         **measured,
     }
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _family(run: Mapping[str, Any]) -> str:
+    models = run_record(Path(run["run"]))["facts"].get("models", {})
+    return family_of(models.get("target", {}).get("tokenizer", ""))

@@ -10,6 +10,11 @@ from kvmap.preflight.evidence import Evidence
 from kvmap.preflight.measures import CANARY_TOKENS
 from kvmap.preflight.rules import FAIL, PASS, Judgement, Rules, is_exact
 
+NO_CASES = (
+    "no cases of this family (pairs with this tokenizer): record some and name them in preflight.evidence, "
+    "or extrapolate from other families with preflight.family=any"
+)
+
 CANARY_MULTIPLE = 4.0
 """Of the KL measured, where the cases say nothing."""
 
@@ -103,5 +108,5 @@ def said(
     return [
         f"Preflight: {VERDICTS[verdict]}: {first}.",
         *(f"{found.mapper}: {found.decision}, {found.reason}" for found in judgements),
-        f"{evidence.n_cases} cases of {len(pairs)} pairs" + (f": {'; '.join(pairs)}" if pairs else ""),
+        f"{evidence.n_cases} cases of {len(pairs)} pairs: {'; '.join(pairs)}" if pairs else NO_CASES,
     ]

@@ -81,7 +81,7 @@ def run(ctx: Context) -> None:
     measured, unmeasured = _measure(contexts)
     ctx.run.log({"preflight/cost/all/seconds": Metric(time.monotonic() - began)})
     rules = _rules(ctx)
-    evidence = read_evidence([Path(path) for path in ctx.cfg.preflight.evidence])
+    evidence = _evidence(ctx)
     broken = _identity_failures(contexts[CONTROL], rules)
     judgements = _judge(ctx, measured, unmeasured, broken, evidence.without(_pair_name(ctx)), rules)
     verdict, named = overall(judgements)
@@ -89,6 +89,13 @@ def run(ctx: Context) -> None:
     _record(ctx, verdict, named, judgements, measured, lines)
     ctx.run.table("preflight_rates", _rates(ctx, evidence, rules))
     _attach(ctx, contexts, measured, judgements, verdict, named, evidence, rules)
+
+
+def _evidence(ctx: Context) -> Evidence:
+    """The cases in use: the shipped ones and the run's own, of this family unless any is to count."""
+    asked = ctx.cfg.preflight
+    evidence = read_evidence([Path(path) for path in asked.evidence])
+    return evidence if asked.family == "any" else evidence.of_family(ctx.pair.target_identity.tokenizer)
 
 
 def contexts_of(ctx: Context) -> dict[str, Context]:

@@ -362,6 +362,7 @@ def test_bad_input_gets_one_message_and_a_status(
     assert err.count("kvmap: ") == 1
 
 
+@pytest.mark.slow
 def test_downwards_through_the_command_line(
     outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,7 +57,7 @@ def metrics_of(out: str) -> dict[str, float]:
 
 
 # What `tests/stages` runs by default; here the command line's other stages join in.
-QUICK = {"mlp", "compressed"}
+QUICK = {"mlp"}
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,7 @@ def test_native_features_are_the_targets_own_first_layers(models, pair, tmp_path
     torch.testing.assert_close(table.s_xx, table.s_xy, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rope", ["strip", "coupled"])
 def test_one_model_at_a_time_gives_the_moments_of_both_at_once(specs, tmp_path, rope) -> None:
     options = CalibrationOptions(rope=rope)

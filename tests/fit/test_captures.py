@@ -173,6 +173,7 @@ def specs(tmp_path_factory) -> list[ModelSpec]:
     return [ModelSpec(str(folder / side), device="cpu") for side in ("source", "target")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sensitivity", [None, SensitivityOptions()])
 def test_one_model_at_a_time_captures_what_both_at_once_do(specs, tmp_path, sensitivity) -> None:
     settings = {"batch_size": 2, "sensitivity": sensitivity}

@@ -135,6 +135,7 @@ def test_a_batch_that_has_no_room_is_refused_before_weights_load(pair, layout, t
     assert pair.order == []
 
 
+@pytest.mark.slow
 def test_blocks_of_tables_share_the_caches_of_one_wave(
     pair, layout, undisturbed, tmp_path, monkeypatch
 ) -> None:
@@ -190,15 +191,16 @@ def test_outlier_rows_are_gone_on_with_too(specs, layout, tmp_path, policy) -> N
 # kills
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layerwise", "n_batches", "before"),
     [
         pytest.param(False, None, True, id="batches, one wave, while it writes"),
-        pytest.param(True, 1.2, False, id="layers, small waves, between writes", marks=pytest.mark.slow),
-        pytest.param(False, 1.2, True, id="batches, small waves, while it writes", marks=pytest.mark.slow),
-        pytest.param(True, None, True, id="layers, one wave, while it writes", marks=pytest.mark.slow),
-        pytest.param(True, 1.2, True, id="layers, small waves, while it writes", marks=pytest.mark.slow),
-        pytest.param(False, 1.2, False, id="batches, small waves, between writes", marks=pytest.mark.slow),
+        pytest.param(True, 1.2, False, id="layers, small waves, between writes"),
+        pytest.param(False, 1.2, True, id="batches, small waves, while it writes"),
+        pytest.param(True, None, True, id="layers, one wave, while it writes"),
+        pytest.param(True, 1.2, True, id="layers, small waves, while it writes"),
+        pytest.param(False, 1.2, False, id="batches, small waves, between writes"),
     ],
 )
 def test_moments_of_a_calibration_killed_again_and_again(

@@ -155,6 +155,7 @@ def test_models_in_memory_have_identities_too():
     assert len({field.name for field in dataclasses.fields(one.identity)}) == 6
 
 
+@pytest.mark.slow
 def test_the_key_does_not_depend_on_the_hash_seed(saved):
     script = (
         "import sys; from kvmap.models.load import read_identity; from kvmap.models.spec import ModelSpec; "

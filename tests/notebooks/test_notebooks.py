@@ -176,6 +176,7 @@ def write_run(folder, random, pair, top_k, seed, target, source):
         run.table("items", [row for arm, right in arms.items() for row in item_rows("task", arm, right)])
 
 
+@pytest.mark.slow
 def test_a_study_that_is_named(study, tmp_path, monkeypatch):
     cells = execute(
         "analyse_a_sweep", tmp_path, monkeypatch, KVMAP_OUTPUTS=study.parent, KVMAP_STUDY=study.name

@@ -8,8 +8,10 @@ import pytest
 from kvmap.config import schema
 from kvmap.errors import KvmapError
 from kvmap.metrics import Metric
+from kvmap.models.pair import ModelPair, ModelSpec
+from kvmap.preflight import Evidence
 from kvmap.preflight.__main__ import main
-from kvmap.preflight.evidence import FACTS, SHIPPED, cases_of, read_evidence
+from kvmap.preflight.evidence import FACTS, FAMILY, SHIPPED, cases_of, read_evidence
 from kvmap.stages.preflight import SETTINGS
 from kvmap.tracking import Run
 from tests.preflight.planted_cases import cases
@@ -45,7 +47,7 @@ def sweep(tmp_path):
 def test_cases_are_runs_with_a_preflight_and_an_outcome(sweep):
     (sweep / "empty").mkdir()
     table = cases_of([sweep / "empty", sweep])
-    assert list(table) == [*FACTS, "head_local/r2_key"]
+    assert list(table) == [*FACTS, FAMILY, "head_local/r2_key"]
     assert table["pair"].tolist() == ["small → large", "small → large", "wide → large"]
     assert table["retention"].tolist() == [0.5, 0.7, 0.6]
     assert table["kl_nats"].tolist() == [0.2] * 3
@@ -112,3 +114,20 @@ class TestCommand:
         assert capsys.readouterr().err.startswith("error: no cases")
         assert main(["attach", str(tmp_path), "head_local", str(tmp_path)]) == 1
         assert "no verdict; the run's preflight has fitted nothing" in capsys.readouterr().err
+
+
+def test_cases_count_for_their_own_family_and_those_without_one_for_all():
+    table = cases(n_pairs=3, n_seeds=1).table
+    of_pair = {"pair 0": "a" * 12, "pair 1": "b" * 12, "pair 2": ""}
+    evidence = Evidence(table.assign(family=table["pair"].map(of_pair)))
+    assert evidence.of_family("a" * 64).pairs == ["pair 0", "pair 2"]
+    assert evidence.of_family("c" * 64).pairs == ["pair 2"]
+    assert Evidence(table).of_family("c" * 64).pairs == evidence.pairs
+
+
+def test_the_shipped_cases_are_of_the_shipped_family():
+    known = read_evidence()
+    pair = ModelPair(ModelSpec("zoo:tiny-small"), ModelSpec("zoo:tiny-large"))
+    tokenizer = pair.target_identity.tokenizer
+    assert known.of_family(tokenizer).n_cases == known.n_cases > 0
+    assert known.of_family("0" * 64).n_cases == 0

@@ -67,7 +67,8 @@ def test_the_record_says_how_long_each_arm_took_and_what_was_scored(whole: Finis
     assert all(row["value"] == "0.0" for row in whole.table("arms") if row["metric"] == "n_unmapped")
 
 
-@pytest.mark.parametrize("n_adds", [pytest.param(0, marks=pytest.mark.slow), 3, 9])
+@pytest.mark.slow
+@pytest.mark.parametrize("n_adds", [0, 3, 9])
 def test_an_interrupted_run_goes_on_where_it_was(
     whole: Finished,
     forgotten: Callable[[], None],

@@ -95,6 +95,7 @@ def test_a_run_of_one_pair_finds_its_mapper(fleet: Finished, run: Runner) -> Non
     assert int(row["n_weights"]) == alone.metric("fit/mapper/all/n_weights")
 
 
+@pytest.mark.slow
 def test_an_own_run_without_the_fleet_fits_the_same_mapper(
     fleet: Finished, run: Runner, tmp_path: Path
 ) -> None:
@@ -110,6 +111,7 @@ def test_an_own_run_without_the_fleet_fits_the_same_mapper(
     assert float(row["held_out_key_r2"]) == pytest.approx(sum(r2) / len(r2), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_second_run_reads_and_fits_nothing(fleet: Finished, run: Runner, monkeypatch) -> None:
     monkeypatch.setattr(reading, "prefill", lambda *_: pytest.fail("a trace that is there is read again"))
     again = run(f"{FLEET} pair.target.id=no/such-model", again=True)  # the run's own pair has no part in it

@@ -21,17 +21,8 @@ MAPS = {
 }
 
 
-# Whose parts others here have too.
-SLOW = {
-    "mapper.top_k=2 selection=forward selection.apart=true",
-    "mapper=head_local mapper.top_k=2",
-    "mapper.top_k=1 selection=proportional",
-}
-
-
-@pytest.mark.parametrize(
-    "overrides", [pytest.param(asked, marks=[pytest.mark.slow] if asked in SLOW else []) for asked in MAPS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", MAPS)
 def test_moments_of_the_selected_layers_give_the_map_of_all(
     run: Runner, tmp_path: Path, overrides: str
 ) -> None:

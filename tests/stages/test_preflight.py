@@ -77,6 +77,7 @@ def test_the_control_says_nothing_of_a_context(planned: Finished):
     assert planned.metric(f"preflight/held_out/{CONTROL}/r2_key") == pytest.approx(0, abs=0.05)
 
 
+@pytest.mark.slow
 def test_without_cases_there_is_not_enough_evidence(run: Runner):
     # no table has cases of so many pairs
     finished = run(f"{PREFLIGHT} preflight.min_pairs=999")
@@ -84,6 +85,7 @@ def test_without_cases_there_is_not_enough_evidence(run: Runner):
     assert set(decisions(finished).values()) == {"unknown"}
 
 
+@pytest.mark.slow
 def test_a_pair_is_not_judged_by_cases_of_its_own(run: Runner):
     known = read_evidence()
     own = "tiny-small → tiny-large"
@@ -92,6 +94,7 @@ def test_a_pair_is_not_judged_by_cases_of_its_own(run: Runner):
     assert int(counts["banded"]) == known.without(own).of("banded")["pair"].nunique()
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_found_again(run: Runner, planned: Finished):
     again = run(f"{PREFLIGHT} preflight.min_retention=0.31")
     assert again.table("preflight_measures") == planned.table("preflight_measures")
@@ -231,6 +234,7 @@ def test_windows_of_a_canary_are_means_of_runs():
     assert window_quantile([], 8) != window_quantile([], 8)
 
 
+@pytest.mark.slow
 def test_a_verdict_goes_to_a_fit_of_the_same_mapper(planned: Finished, tmp_path, capsys):
     kept = planned.directory / "preflight" / "head_local"
     copy = tmp_path / "copy"

@@ -34,6 +34,7 @@ def test_a_sweep_that_is_started_again_only_adds(start: Sweep, tmp_path: Path) -
         assert sorted(row["mapper.top_k"] for row in rows) == ["1", "2", "3"][:: 3 - jobs + 1]
 
 
+@pytest.mark.slow
 def test_a_failed_job_is_resumed_in_its_own_directory(
     start: Sweep, tmp_path: Path, fail_at: Callable[[Any], None]
 ) -> None:

@@ -21,6 +21,7 @@ from tests.tracking.test_run import METRICS, do_work, record
 from tests.tracking.wandb_records import history, records_so_far, segments, wandb_records
 
 
+@pytest.mark.slow
 def test_offline_run_holds_what_the_local_files_hold(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     config = {"mapper": {"top_k": 8}, "pair": "tiny"}
