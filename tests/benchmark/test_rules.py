@@ -81,6 +81,7 @@ def test_random_weights_need_no_calibration_and_are_labelled(tmp_path: Path) -> 
     assert not (tmp_path / "artifacts").exists()
 
 
+@pytest.mark.slow
 def test_a_random_mapper_serves_loaded_models(tmp_path: Path) -> None:
     run = finished(
         tmp_path, "stages=[benchmark] benchmark.random_mapper=true mapper.top_k=1 benchmark.paths=[]"

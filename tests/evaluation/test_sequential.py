@@ -41,12 +41,14 @@ def test_items_score_the_same(specs, arms, items, rope):
     assert evaluate_items(WatchedPair(*specs), arms, items, sequential=True, **settings) == together
 
 
+@pytest.mark.slow
 def test_perplexity_is_the_same(specs, arms, blocks):
     settings = {"prefix_tokens": 20, "options": TransferOptions(), "batch_size": 2, "progress": quiet}
     together = evaluate_perplexity(ModelPair(*specs), arms, blocks, **settings)
     assert evaluate_perplexity(WatchedPair(*specs), arms, blocks, sequential=True, **settings) == together
 
 
+@pytest.mark.slow
 def test_where_the_disk_is_too_small_only_the_sources_kl_is_given_up(specs, arms, blocks):
     settings = {"prefix_tokens": 20, "options": TransferOptions(), "batch_size": 2, "progress": quiet}
     together = evaluate_perplexity(ModelPair(*specs), arms, blocks, **settings)

@@ -143,6 +143,7 @@ def test_other_models_are_not_looked_at():
     assert calls == [0, 1]
 
 
+@pytest.mark.slow
 def test_no_query_outlives_its_layer():
     loaded = load(n_layers=4)
     living = []

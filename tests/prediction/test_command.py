@@ -55,6 +55,7 @@ def sweep(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_from_runs_to_text_csv_and_figure(sweep, tmp_path, capsys):
     csv_file, figure = tmp_path / "out" / "c.csv", tmp_path / "out" / "f.png"
     asked = ["--resamples", "200", "--csv", str(csv_file), "--figure", str(figure)]

@@ -39,6 +39,7 @@ def test_a_method_that_passes_replaces_the_map(run: Runner, method: str) -> None
             assert sum(found) / len(found) == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bound", "other", "reason"),
     [("max_r2_loss", "max_kl_nats", "held-out R²"), ("max_kl_nats", "max_r2_loss", "next-token KL")],

@@ -113,6 +113,7 @@ def test_the_table_of_answers_adds_up_to_the_accuracies(whole: Finished) -> None
         assert int(row["n_context"]) <= int(row["n_tokens"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rope", ["strip", "coupled"])
 def test_the_identity_is_native_at_every_length_and_depth(run: Runner, rope: str) -> None:
     finished = run(f"{LONG} {IDENTITY} rope={rope}")
@@ -141,6 +142,7 @@ def test_each_rope_strategy_has_answers_of_its_own(run: Runner, whole: Finished)
         assert len({of[n_tokens, "target"] for of in nll.values()}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_adds", [9, 21])
 def test_an_interrupted_run_goes_on_where_it_was(
     whole: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_adds: int

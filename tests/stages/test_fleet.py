@@ -56,6 +56,7 @@ def fleet(watched) -> Finished:
     return watched[0]
 
 
+@pytest.mark.slow
 def test_every_model_reads_the_text_once(watched) -> None:
     _, read, loaded = watched
     by_model: dict[str, int] = {}

@@ -25,6 +25,7 @@ def page(whole: Finished) -> PageReader:
     return read_page((whole.directory / "report.html").read_text())
 
 
+@pytest.mark.slow
 def test_draws_what_the_stages_before_left(whole: Finished, page: PageReader) -> None:
     figures = {path.stem for path in (whole.directory / "figures").glob("*.png")}
     assert figures >= {"r2", "probes", "attention", "errors_by_token", "errors_by_position", "spectrum"}

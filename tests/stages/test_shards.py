@@ -280,6 +280,7 @@ def test_a_job_of_another_worker_begins_with_its_own_part(tmp_path: Path) -> Non
     assert [line.split()[1] for line in work.said("begin")] == ["2", "3", "0", "1"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_three_workers_calibrate_together(run: Runner, tmp_path: Path) -> None:
     """Real calibrations in three processes: together they make three parts and one whole."""

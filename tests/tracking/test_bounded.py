@@ -36,6 +36,7 @@ def test_after_an_error_only_the_end_is_tried(caplog: pytest.LogCaptureFixture) 
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.slow
 def test_in_a_hurry_all_calls_have_the_time_of_one() -> None:
     calls = Bounded("service", 0.5)
     assert all(calls.call("log", lambda: time.sleep(0.3)) for _ in range(3))
