@@ -268,10 +268,11 @@ def complete(begun: Begun, own_kind: OwnKind | None) -> HandOff:
     cut, recomputed = _recomputed(target, columns, joined, filling.mapper.native_layers, options)
     mapped = tuple((context.n_cut - columns.own).tolist())
     n_native, n_mapped, n_recomputed = int(columns.own.sum()), sum(mapped), sum(recomputed)
+    exact = n_mapped == n_recomputed and (head is None or head.exact)
     cut = replace(
         cut,
-        exact=n_mapped == n_recomputed and (head is None or head.exact),
-        owner=target.identity if n_mapped == n_recomputed else None,
+        exact=exact,
+        owner=target.identity if exact else None,
         mixed=options.rope == "no_rerotate" and own_kind != "key" and n_mapped > n_recomputed,
     )
     in_place = own_kind is None and not n_recomputed
