@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -50,20 +48,12 @@ def opened(cfg: Config) -> Iterator[Context]:
     Raises:
         KvmapError: what the two models' configs tell to be wrong.
     """
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
     from kvmap.kernels.settings import KernelSettings, use
-    from kvmap.stages import plan
+    from kvmap.stages import plan, prepare_process
     from kvmap.stages.context import Context
     from kvmap.tracking import Run
 
-    logging.captureWarnings(True)
-    if not sys.stderr.isatty():
-        disable_progress_bar()
-    if cfg.threads is not None:
-        torch.set_num_threads(cfg.threads)
-    torch.manual_seed(cfg.seed)
+    prepare_process(cfg)
     with (
         TemporaryDirectory(prefix="kvmap-demo-") as folder,
         Run(Path(folder), cfg.study, asdict(cfg), "none") as run,

@@ -20,6 +20,19 @@ if TYPE_CHECKING:
     from kvmap.stages.context import Context
 
 
+def prepare_process(cfg: Config) -> None:
+    """What a configuration asks of the whole process: threads, the seed, warnings and bars in their place."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    logging.captureWarnings(True)
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    if cfg.threads is not None:
+        torch.set_num_threads(cfg.threads)
+    torch.manual_seed(cfg.seed)
+
+
 def run_stages(cfg: Config, directory: str | Path, *, identity: str | None = None) -> None:
     """Run the stages that `cfg.stages` names, in their fixed order, into one run directory.
 
@@ -33,20 +46,12 @@ def run_stages(cfg: Config, directory: str | Path, *, identity: str | None = Non
     Raises:
         KvmapError: the first thing that cannot be; what was finished before it is kept.
     """
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
     from kvmap.kernels.settings import KernelSettings, use
     from kvmap.report import print_summary
     from kvmap.stages import plan
     from kvmap.stages.context import Context
 
-    logging.captureWarnings(True)
-    if not sys.stderr.isatty():
-        disable_progress_bar()
-    if cfg.threads is not None:
-        torch.set_num_threads(cfg.threads)
-    torch.manual_seed(cfg.seed)
+    prepare_process(cfg)
     run = Run(
         Path(directory),
         cfg.study,

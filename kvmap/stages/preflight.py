@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-import os
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -15,9 +13,10 @@ from typing import Any, Literal, TypeAlias
 
 from kvmap.config.schema import PREFLIGHT_MAPPERS, CalibrationConfig, MapperConfig
 from kvmap.diagnostics.token_kinds import TokenKinds
-from kvmap.files import read_json, write_json
+from kvmap.files import link_or_copy, read_json, write_json
 from kvmap.fit.ridge import TooFewRows
 from kvmap.mappers import attach_verdict
+from kvmap.mappers.store import MANIFEST_NAME, TENSORS_NAME
 from kvmap.metrics import Metric
 from kvmap.preflight.evidence import CONTROL, Evidence, read_evidence
 from kvmap.preflight.measures import TEXT, check_identity, measure
@@ -333,17 +332,10 @@ def _attach(
         if found.mapper not in measured:
             continue
         folder = ctx.run.directory / FOLDER / found.mapper
-        _copy_mapper(contexts[found.mapper].mapper_artifact.path, folder)
+        made = contexts[found.mapper].mapper_artifact.path
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (TENSORS_NAME, MANIFEST_NAME):
+            (folder / name).unlink(missing_ok=True)
+            link_or_copy(made / name, folder / name)
         values = measured[found.mapper]
         attach_verdict(folder, verdict_of(found, verdict, named, values, evidence, rules))
-
-
-def _copy_mapper(source: Path, folder: Path) -> None:
-    """The files of a mapper, which may be large: other names of the same files where possible."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("mapper.safetensors", "manifest.json"):
-        (folder / name).unlink(missing_ok=True)
-        try:
-            os.link(source / name, folder / name)
-        except OSError:
-            shutil.copyfile(source / name, folder / name)
