@@ -8,10 +8,12 @@ import math
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -404,6 +406,14 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self.master, keys.encode())
 
+    def interrupt(self) -> None:
+        """Ctrl-C, and again where it came between prompt and wait for keys: Python then sees it late."""
+        self.process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=10)
+            return
+        self.process.send_signal(signal.SIGINT)
+
     def end(self) -> tuple[int, str]:
         """Exit status, and what else is shown."""
         status = self.process.wait(timeout=100)
@@ -456,7 +466,7 @@ class TestTerminal:
         else:
             terminal = Terminal(*SMALL, f"outputs={tmp_path}", "calibration.n_sequences=2000")
             terminal.until("calibrate")  # the bar of what is interrupted
-        terminal.process.send_signal(2)
+        terminal.interrupt()
         status, rest = terminal.end()
         assert status == EXIT_INTERRUPTED
         assert "interrupted" in rest
