@@ -107,4 +107,5 @@ def test_of_models_by_name() -> None:
 )
 def test_what_cannot_be_planned(change: dict[str, object], said: str) -> None:
     with pytest.raises((EconomicsError, UnknownName), match=said):
+        # keyword values of several types
         latencies_of_models("zoo:tiny-small", "zoo:tiny-large", **({"device": "cpu", "top_k": 1} | change))  # type: ignore[arg-type]

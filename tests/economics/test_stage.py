@@ -141,4 +141,5 @@ def test_accuracies_are_those_configured_else_those_this_run_has_evaluated() -> 
     }
     cfg = with_settings("economics.accuracy.source=0.6")
     ctx = SimpleNamespace(cfg=cfg, run=SimpleNamespace(metrics=measured))
+    # a stand-in for the context
     assert _quality(ctx) == Quality(source=0.6, target=0.8, mapped=None)  # type: ignore[arg-type]

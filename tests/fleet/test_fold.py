@@ -113,6 +113,7 @@ def test_maps_that_do_not_fold_are_refused() -> None:
     with pytest.raises(MapperMismatch, match="not of one model B"):
         fold(there, there)
     with pytest.raises(KvmapError, match="'identity'; only plain linear maps fold"):
+        # the wrong type is what is refused
         fold(there, IdentityMapper(B, B))  # type: ignore[arg-type]
     native = Recipe(B, C, "full_head", dict.fromkeys(KINDS, ((0,),) * 3), "own_kind", 1)
     weight = {

@@ -169,6 +169,7 @@ def shrunken(name: str, direction: str) -> dict[str, DecoderShape]:
 
 def config_of(shape: DecoderShape, monkeypatch: pytest.MonkeyPatch) -> Any:
     with monkeypatch.context() as patch:
+        # the table is constant but here
         patch.setitem(SHAPES, "shrunken", shape)  # type: ignore[misc]
         return shape_config(ModelSpec("shrunken"))
 

@@ -481,6 +481,7 @@ def test_a_mistake_of_the_caller_raises() -> None:
     with pytest.raises(UnknownName, match="Did you mean 'no_go'"):
         Gate(allow=("nogo",))
     with pytest.raises(TransferError, match="expected a tuple"):
+        # the wrong type is what is refused
         Gate(allow="no_go")  # type: ignore[arg-type]
     with pytest.raises(TransferError, match="max_clamped=-1"):
         Gate(max_clamped=-1)
