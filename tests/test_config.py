@@ -119,6 +119,8 @@ MISTAKES = {
     "preflight.confidence=1": "preflight.confidence",
     "preflight.min_pairs=3": "needs 4 pairs or more",
     "preflight.evidence=[no.csv]": "preflight.evidence: no file no.csv",
+    "preflight.prompts.n=0": "preflight.prompts.n=0: expected a whole number",
+    "preflight.prompts.paths=[no.jsonl]": "preflight.prompts.paths: no file or folder no.jsonl",
     "stages=[preflight] pair.alignment=spans": "the recorded cases are of pairs that share a tokenizer",
     "mapper.ridge_lambda=-1": "mapper.ridge_lambda=-1: expected",
     "mapper.ridge_lambda=nan": "mapper.ridge_lambda=nan: expected",

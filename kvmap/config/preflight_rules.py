@@ -32,6 +32,7 @@ def preflight_mistakes(cfg: Config) -> Iterator[str]:
     if asked.family not in PREFLIGHT_FAMILIES:
         yield unknown_name(f"{key}.family", asked.family, PREFLIGHT_FAMILIES)
     yield from _bounds(cfg)
+    yield from _prompts(cfg)
     for path in asked.evidence:
         if not Path(path).expanduser().is_file():
             yield (
@@ -43,6 +44,20 @@ def preflight_mistakes(cfg: Config) -> Iterator[str]:
             f"pair.alignment={cfg.pair.alignment} with stages=[preflight]: the recorded cases are of pairs "
             "that share a tokenizer; leave the stage out, or the alignment at refuse"
         )
+
+
+def _prompts(cfg: Config) -> Iterator[str]:
+    asked, key = cfg.preflight.prompts, "preflight.prompts"
+    if not is_integer(asked.n) or asked.n < 1:
+        yield f"{key}.n={asked.n}: expected a whole number of at least 1"
+    elif 0 < asked.n < len(asked.paths):
+        yield f"{key}.n={asked.n} of {len(asked.paths)} files: expected one of each or more"
+    for path in asked.paths:
+        if not Path(path).expanduser().exists():
+            yield (
+                f"{key}.paths: no file or folder {path}; expected JSON lines that hold a prompt under "
+                f"the field {asked.field!r} ({key}.field)"
+            )
 
 
 def _bounds(cfg: Config) -> Iterator[str]:

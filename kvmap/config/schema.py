@@ -408,6 +408,15 @@ class PlanConfig:
 
 
 @dataclass
+class PromptsConfig:
+    """Prompts as the pair will be given them, without answers; none named: none are read."""
+
+    paths: list[str] = field(default_factory=list)
+    field: str = "context"
+    n: int = 32
+
+
+@dataclass
 class PreflightConfig:
     """What is asked of a pair before it is calibrated in full, and which recorded cases answer it."""
 
@@ -419,6 +428,7 @@ class PreflightConfig:
     reach: float = 0.5
     family: str = "own"
     evidence: list[str] = field(default_factory=list)
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
 
 
 @dataclass

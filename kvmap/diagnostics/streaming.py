@@ -221,8 +221,8 @@ class _Pass:
     def _second_half(
         self, batch: TextBatch, read: SourceRead, handed: HandOff, states: Tensor
     ) -> Predicted | None:
-        """Every token of the second halves; None where the first halves leave nothing to map."""
-        half = batch.half
+        """Tokens of the second halves; None where the first halves leave nothing to map."""
+        half, end = batch.half, batch.end
         if handed.n_mapped == 0 or half <= self.options.native_head + self.options.hold_back:
             return None
         alike = rotates_alike(self.target, batch)
@@ -232,9 +232,9 @@ class _Pass:
         else:
             source_kv = read.whole.slice_tokens(0, half) if read.half is None else read.half
             kv = self._hand_over(source_kv, batch.ids[:, :half], batch.mask[:, :half], self.options).kv
-        read_on, predicted = batch.ids[:, half - 1 : -1], batch.ids[:, half:]
+        read_on, predicted = batch.ids[:, half - 1 : end - 1], batch.ids[:, half:end]
         if alike:
-            states = states[:, half - 1 : -1]
+            states = states[:, half - 1 : end - 1]
         else:
             # the target's own cache of half the text is one of other frequencies, as the mapped one is
             states = continued_states(self.target, batch.ids[:, :half], read_on)

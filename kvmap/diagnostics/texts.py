@@ -23,16 +23,18 @@ class Text:
         contexts: token ids of each.
         halved: the first half of each is handed over and the second half predicted from it; False: all of
             it is handed over, and the one token after it predicted.
+        n_predicted: tokens of second halves that are predicted, from their beginning; None: all.
     """
 
     name: str
     contexts: tuple[tuple[int, ...], ...]
     halved: bool = False
+    n_predicted: int | None = None
 
     @classmethod
-    def of_sequences(cls, name: str, input_ids: Tensor) -> Text:
+    def of_sequences(cls, name: str, input_ids: Tensor, n_predicted: int | None = None) -> Text:
         """Sequences (n, tokens) of one length, halved."""
-        return cls(name, tuple(tuple(row) for row in input_ids.tolist()), halved=True)
+        return cls(name, tuple(tuple(row) for row in input_ids.tolist()), True, n_predicted)
 
     @classmethod
     def of_contexts(cls, name: str, contexts: Iterable[Sequence[int]]) -> Text:
@@ -52,12 +54,16 @@ class Text:
 
         Raises:
             KvmapError: no contexts, an empty one, none that leaves anything to map, or sequences to be halved
-                that differ in length.
+                that differ in length, or a number of predicted tokens below 1.
         """
         if not self.contexts or not all(self.contexts):
             raise KvmapError(
                 f"text {self.name!r}: {len(self.contexts)} contexts, the shortest of "
                 f"{min(map(len, self.contexts), default=0)} tokens: expected one or more, none empty"
+            )
+        if self.n_predicted is not None and self.n_predicted < 1:
+            raise KvmapError(
+                f"text {self.name!r}: n_predicted={self.n_predicted}: expected 1 or more, or None"
             )
         if self.longest - 1 <= n_own:
             raise KvmapError(
@@ -74,7 +80,9 @@ class Text:
         """Contexts of like length together, the longest first: little is padding, and memory fails early."""
         ordered = sorted(self.contexts, key=len, reverse=True)
         return [
-            TextBatch(self.name, self.halved, *_left_padded(ordered[start : start + batch_size]))
+            TextBatch(
+                self.name, self.halved, *_left_padded(ordered[start : start + batch_size]), self.n_predicted
+            )
             for start in range(0, len(ordered), batch_size)
         ]
 
@@ -87,11 +95,18 @@ class TextBatch:
     halved: bool
     ids: Tensor
     mask: Tensor
+    n_predicted: int | None = None
 
     @property
     def half(self) -> int:
         """Tokens of a first half."""
         return self.ids.shape[1] // 2
+
+    @property
+    def end(self) -> int:
+        """Column behind the last token that is predicted of a second half."""
+        tokens = self.ids.shape[1]
+        return tokens if self.n_predicted is None else min(tokens, self.half + self.n_predicted)
 
 
 def _left_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -25,9 +25,16 @@ from kvmap.models.logits import keep_hidden_states, logits_of
 from kvmap.models.pair import LoadedModel, ModelPair
 from kvmap.transfer import TransferOptions, transfer
 
-TEXT = "held_out"
+TEXT, PROMPTS = "held_out", "prompts"
 CANARY_TOKENS = 8
 CANARY_QUANTILE = 0.99
+
+MAX_TOKENS = 4096
+"""Held-out tokens that are diagnosed at most, in whole sequences but never fewer than `MIN_SEQUENCES`: of a
+long calibration text, reading them again with each map would cost as much as fitting the maps."""
+MIN_SEQUENCES = 2
+N_PREDICTED = 128
+"""Tokens that are predicted after each hand-off."""
 
 STREAMED = (
     "kl_nats",
@@ -49,11 +56,13 @@ def measure(
     *,
     batch_size: int = 8,
     sequential: bool = False,
+    prompts: Sequence[Sequence[int]] = (),
 ) -> dict[str, dict[str, float]]:
-    """Diagnostics of mappers on sequences that they were not fitted on; both models read these once.
+    """Diagnostics of mappers on text that they were not fitted on; both models read it once.
 
-    * `STREAMED`: KL(native ‖ mapped), nats a token, and top-1 agreement on second halves; cosine of attention
-      outputs; concentration of the errors of keys and of values.
+    * `STREAMED`: KL(native ‖ mapped), nats a token, and top-1 agreement on the first `N_PREDICTED` tokens of
+      second halves; cosine of attention outputs; concentration of the errors of keys and of values.
+    * `prompts_kl_nats`, `prompts_top1_agreement`: of the one token after each prompt, where there are any.
     * `r2_<kind>`, `r2_<kind>_fit`: means over mapped layers and heads, on held-out and on fitted rows;
       `gap_<kind>` is the second less the first.
     * `rows_per_feature`: N / p, p of the head that reads most; inf for a mapper that reads no features.
@@ -66,22 +75,36 @@ def measure(
         pair: source and target.
         mappers: by name, fitted on the fit split of the moments, and linear in the cache.
         moments: of the small calibration, both splits, by the same names.
-        sequences: (n, tokens) int64, of the held-out split.
+        sequences: (n, tokens) int64, of the held-out split; up to `MAX_TOKENS` of them are read.
         kinds: sorts tokens.
         options: how a cache is handed over.
         batch_size: sequences at a time.
         sequential: one model in memory at a time.
+        prompts: token ids of prompts as the pair will be given them, without answers; none is fine.
 
     Returns:
         Values by name, of each mapper; what could not be had is nan.
     """
-    text = Text.of_sequences(TEXT, sequences)
+    n = max(MIN_SEQUENCES, MAX_TOKENS // sequences.shape[1])
+    texts = [Text.of_sequences(TEXT, sequences[:n], N_PREDICTED)]
+    if prompts:
+        texts.append(Text.of_contexts(PROMPTS, prompts))
     found = diagnose_mappers(
-        pair, mappers, [text], kinds, options, batch_size=batch_size, sequential=sequential
+        pair, mappers, texts, kinds, options, batch_size=batch_size, sequential=sequential
     )
     return {
-        name: _streamed(found[name][TEXT]) | _reconstruction(mapper, moments[name])
+        name: _streamed(found[name][TEXT])
+        | _reconstruction(mapper, moments[name])
+        | (_of_prompts(found[name][PROMPTS]) if prompts else {})
         for name, mapper in mappers.items()
+    }
+
+
+def _of_prompts(found: TextSums) -> dict[str, float]:
+    metrics = text_metrics(found, text_tables([found]))
+    keys = {name: f"diagnose/{PROMPTS}/mapped/{name}" for name in ("kl_nats", "top1_agreement")}
+    return {
+        f"{PROMPTS}_{name}": metrics[key].value if key in metrics else math.nan for name, key in keys.items()
     }
 
 
@@ -163,10 +186,9 @@ def check_identity(model: LoadedModel, ids: Tensor, options: TransferOptions) ->
         ids: (batch, tokens) int64.
         options: of the hand-off; under "no_rerotate" the keys stay unrotated, and this says what that costs.
     """
-    kv = prefill(model, ids)
-    shape = cache_shape(kv)
     with keep_hidden_states(model) as states:
-        prefill(model, ids)
+        kv = prefill(model, ids)
+    shape = cache_shape(kv)
     native = logits_of(model, states[0][:, -1:])[:, 0]
     handed = transfer(
         kv,

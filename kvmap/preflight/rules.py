@@ -101,6 +101,11 @@ def rejections(values: Mapping[str, float]) -> list[str]:
             f"KL {values['kl_nats']:.3g} nats a token, {values['kl_share']:.2f} of the control bias_only's: "
             "no better than the mean cache"
         )
+    if values.get("prompts_kl_share", 0.0) >= NO_BETTER:
+        found.append(
+            f"after prompts KL {values['prompts_kl_nats']:.3g} nats, {values['prompts_kl_share']:.2f} of the "
+            "control bias_only's: on this traffic no better than the mean cache"
+        )
     return found
 
 

@@ -93,6 +93,16 @@ def test_frequencies_that_depend_on_the_length_do_not_part_the_identity(name):
     assert metrics["diagnose/evaluation/mapped/top1_agreement"].value == 1.0
 
 
+def test_of_second_halves_only_the_beginning_is_predicted_where_that_is_asked(pair):
+    mapper, ids = mixed(pair), random_ids(2, 30, seed=4)
+    (whole,) = diagnosed(pair, mapper, [Text.of_sequences("evaluation", ids)]).values()
+    (some,) = diagnosed(pair, mapper, [Text.of_sequences("evaluation", ids, 5)]).values()
+    assert some.predicted[0].kl.shape == (2, 5)
+    torch.testing.assert_close(some.predicted[0].kl, whole.predicted[0].kl[:, :5], atol=1e-6, rtol=1e-4)
+    with pytest.raises(KvmapError, match="n_predicted=0"):
+        diagnosed(pair, mapper, [Text.of_sequences("evaluation", ids, 0)])
+
+
 def test_native_layers_are_exact_and_are_not_counted_as_mapped(pair):
     mapper = mixed(pair, native_layers=1)
     found = diagnosed(pair, mapper)

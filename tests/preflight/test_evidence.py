@@ -12,7 +12,7 @@ from kvmap.models.pair import ModelPair, ModelSpec
 from kvmap.preflight import Evidence
 from kvmap.preflight.__main__ import main
 from kvmap.preflight.evidence import FACTS, FAMILY, SHIPPED, cases_of, read_evidence
-from kvmap.stages.preflight import SETTINGS
+from kvmap.stages.preflight.contexts import SETTINGS
 from kvmap.tracking import Run
 from tests.preflight.planted_cases import cases
 

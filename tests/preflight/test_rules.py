@@ -45,6 +45,7 @@ def test_an_exact_map_needs_no_cases():
         ({"kl_share": 0.95}, "no better than the mean cache"),
         ({"kl_nats": math.nan}, "not a number"),
         ({"rows_per_feature": 1.2, "gap_value": 0.4}, "over-fitted"),
+        ({"prompts_kl_share": 0.95, "prompts_kl_nats": 2.0}, "on this traffic no better"),
     ],
 )
 def test_what_is_refused_whatever_the_cases_say(changed, said):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,11 +18,12 @@ from kvmap.preflight.evidence import CONTROL, read_evidence
 from kvmap.preflight.measures import check_identity, window_quantile
 from kvmap.preflight.rules import rejections
 from kvmap.stages.context import Context
-from kvmap.stages.preflight import contexts_of
+from kvmap.stages.preflight.contexts import contexts_of
 from kvmap.transfer import TransferOptions
 from tests.preflight.planted_cases import cases
 from tests.stages.conftest import Finished, Runner, configured
 
+PROMPT = "the tower of the old harbour is painted red and the harbour is"
 PREFLIGHT = "stages=[preflight] preflight.n_sequences=10 calibration.batch_size=5"
 
 
@@ -75,6 +77,25 @@ def test_the_verdict_lies_beside_the_mappers_it_fitted(planned: Finished):
 def test_the_control_says_nothing_of_a_context(planned: Finished):
     assert planned.metric(f"preflight/held_out/{CONTROL}/kl_share") == 1
     assert planned.metric(f"preflight/held_out/{CONTROL}/r2_key") == pytest.approx(0, abs=0.05)
+
+
+def test_prompts_are_read_and_refuse_what_fails_on_them(run: Runner, evidence, tmp_path):
+    """The control is no better than itself; a map is refused if it is no better than that."""
+    lines = [{"context": f"{PROMPT} {number}"} for number in range(6)]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    finished = run(
+        f"{PREFLIGHT} preflight.mappers=[head_local] preflight.evidence=[{evidence}] "
+        f"preflight.prompts.paths=[{file}] preflight.prompts.n=4"
+    )
+    share = finished.metric("preflight/prompts/head_local/kl_share")
+    assert share == pytest.approx(
+        finished.metric("preflight/prompts/head_local/kl_nats")
+        / finished.metric(f"preflight/prompts/{CONTROL}/kl_nats")
+    )
+    assert finished.metric(f"preflight/prompts/{CONTROL}/kl_share") == 1
+    refused = "on this traffic" in finished.table("preflight")[0]["reason"]
+    assert refused == (share >= 0.9)
 
 
 @pytest.mark.slow
