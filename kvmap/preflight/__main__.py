@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from kvmap.config.schema import PREFLIGHT_FAMILIES
 from kvmap.errors import KvmapError
 from kvmap.files import read_json, write_csv
 
@@ -46,6 +47,12 @@ def _parser() -> argparse.ArgumentParser:
     wrong.add_argument("--min-retention", type=float, default=0.9, help="that must be kept")
     wrong.add_argument("--confidence", type=float, default=0.8, help="of each bound")
     wrong.add_argument("--min-pairs", type=int, default=9, help="that a mapper's cases must come from")
+    wrong.add_argument(
+        "--family",
+        choices=PREFLIGHT_FAMILIES,
+        default="own",
+        help="whose cases judge a pair: its own's or any",
+    )
     wrong.add_argument("--csv", type=Path, help="where every case and its judgement goes")
     wrong.set_defaults(run=_rates)
     attach = commands.add_parser("attach", help="a run's verdict beside another fit of the same mapper")
@@ -77,7 +84,7 @@ def _rates(given: argparse.Namespace) -> None:
     if not evidence.n_cases:
         raise KvmapError("no cases: give a table of them, which python -m kvmap.preflight table makes")
     rules = Rules(given.min_retention, given.confidence, given.min_pairs)
-    judged = left_out(evidence, rules)
+    judged = left_out(evidence, rules, given.family)
     print(evidence_text(evidence), end="\n\n")
     print(rates_text(rates(judged, rules.min_retention), rules))
     if given.csv is not None:

@@ -87,11 +87,11 @@ class Evidence:
         """Cases of pairs that share a tokenizer, and those that serve every pair.
 
         Args:
-            tokenizer: its sha256 in hex.
+            tokenizer: its sha256 in hex, or what column `family` holds of it.
         """
         if FAMILY not in self.table:
             return self
-        family = self.table[FAMILY].fillna("").astype(str)
+        family = self.table[FAMILY]
         return Evidence(self.table[(family == "") | (family == family_of(tokenizer))].reset_index(drop=True))
 
     def largest_passing_kl(self, min_retention: float) -> float:
@@ -122,6 +122,8 @@ def read_evidence(files: Iterable[Path] = (), *, shipped: bool = True) -> Eviden
 
     tables = [_read(path) for path in ([SHIPPED] if shipped else []) + [Path(file) for file in files]]
     whole = pd.concat([table for table in tables if len(table)] or [pd.DataFrame(columns=list(FACTS))])
+    if FAMILY in whole:
+        whole[FAMILY] = whole[FAMILY].fillna("").astype(str)
     whole = whole.drop_duplicates([PAIR, MAPPER, TOP_K, SEED], keep="last").reset_index(drop=True)
     by_case = whole.groupby([PAIR, MAPPER, TOP_K])[RETENTION] if len(whole) else None
     return Evidence(whole.assign(true=math.nan if by_case is None else by_case.transform("mean")))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvmap.preflight.evidence import MAPPER, PAIR, Evidence
+from kvmap.preflight.evidence import FAMILY, MAPPER, PAIR, Evidence
 from kvmap.preflight.rules import CHEAPEST_FIRST, PASS, UNKNOWN, Rules, judge
 
 if TYPE_CHECKING:
@@ -51,8 +51,13 @@ class Rates:
         ]
 
 
-def left_out(evidence: Evidence, rules: Rules) -> pd.DataFrame:
+def left_out(evidence: Evidence, rules: Rules, family: str = "own") -> pd.DataFrame:
     """Every case, judged by the cases of other pairs alone.
+
+    Args:
+        evidence: the cases.
+        rules: what is asked for.
+        family: "own": by those of pairs that share the tokenizer; "any": by all.
 
     Returns:
         Rows {pair, seed, mapper, true, decision, predicted, low, high, reason}.
@@ -61,8 +66,9 @@ def left_out(evidence: Evidence, rules: Rules) -> pd.DataFrame:
 
     rows: list[dict[str, Any]] = []
     for pair in evidence.pairs:
-        others = evidence.without(pair)
-        for case in evidence.table[evidence.table[PAIR] == pair].to_dict("records"):
+        cases = evidence.table[evidence.table[PAIR] == pair].to_dict("records")
+        others = _judges(evidence, pair, str(cases[0].get(FAMILY) or "") if family == "own" else "")
+        for case in cases:
             found = judge(case[MAPPER], measures_of(case, evidence.probes), others, rules)
             predicted = found.predicted
             rows.append(
@@ -74,6 +80,12 @@ def left_out(evidence: Evidence, rules: Rules) -> pd.DataFrame:
                 }
             )
     return pd.DataFrame(rows)
+
+
+def _judges(evidence: Evidence, pair: str, family: str) -> Evidence:
+    """The cases of other pairs: of that family, or of all where none is given."""
+    others = evidence.without(pair)
+    return others.of_family(family) if family else others
 
 
 def measures_of(case: Mapping[str, Any], probes: Sequence[str]) -> dict[str, dict[str, float]]:

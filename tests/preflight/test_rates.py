@@ -64,6 +64,16 @@ def test_every_case_is_judged_by_other_pairs(judged):
         assert own["predicted"].item() == pytest.approx(found.predicted.value)
 
 
+def test_cases_of_another_family_judge_only_where_any_may():
+    table = cases().table
+    strange = table["pair"] == "pair 0"
+    evidence = Evidence(table.assign(family=["b" * 12 if own else "a" * 12 for own in strange]))
+    own, every = left_out(evidence, RULES), left_out(evidence, RULES, "any")
+    assert set(own[own["pair"] == "pair 0"]["decision"]) == {"unknown"}
+    assert set(every[every["pair"] == "pair 0"]["decision"]) <= {"pass", "fail"}
+    pd.testing.assert_frame_equal(every, left_out(cases(), RULES))
+
+
 def test_what_came_of_a_pair_does_not_judge_it(judged):
     table = cases().table.copy()
     table.loc[table["pair"] == "pair 5", ["retention", "true"]] = 5.0

@@ -107,10 +107,11 @@ def _judge(
 def _rates(ctx: Context, evidence: Evidence, rules: Rules) -> list[Row]:
     """What the rule gets wrong on the cases; once for each table and rule."""
     cases = hashlib.sha256(evidence.table.to_csv(index=False).encode()).hexdigest()
-    spec = {"version": VERSION, "cases": cases, "rules": asdict(rules)}
+    family = ctx.cfg.preflight.family
+    spec = {"version": VERSION, "cases": cases, "rules": asdict(rules), "family": family}
 
     def build(folder: Path) -> None:
-        write_json(folder / FILE, rates(left_out(evidence, rules), rules.min_retention).rows())
+        write_json(folder / FILE, rates(left_out(evidence, rules, family), rules.min_retention).rows())
 
     return list(read_json(ctx.store.get_or_build(RATES, spec, build).path / FILE))
 
