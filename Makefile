@@ -81,5 +81,5 @@ $(SERVING)/.installed: tests/serving/vllm_requirements.py | .venv/bin/python
 	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check packaging
 	$(SERVING)/bin/python tests/serving/vllm_requirements.py $(VLLM) > $(SERVING)/requirements.txt
 	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check -r $(SERVING)/requirements.txt \
-		'pandas>=2.2,<4' 'pytest>=8.4,<10' 'pytest-timeout>=2.3,<3'
+		'pandas>=2.2,<4' 'pytest>=8.4,<10' 'pytest-timeout>=2.3,<3' 'hypothesis>=6.100,<7'
 	@touch $@

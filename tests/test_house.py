@@ -65,6 +65,7 @@ MAY_IMPORT = {
     "run": {"config", "errors", "preemption", "stages", "sweeps"},
     "sweep": {"run", "sweeps"},
     "demo": TRANSFER | {"config", "demo", "evaluation", "run", "stages", "tracking"},
+    "serving": TRANSFER | {"serving"},
 }
 
 
@@ -164,6 +165,24 @@ def test_an_unstable_dependency_is_named_in_its_adapter_alone(package: str) -> N
         if name == package or name.startswith(f"{package}.")
     }
     assert found == ADAPTERS[package]
+
+
+@pytest.mark.parametrize(
+    ("package", "folder"),
+    [("vllm", "serving/vllm")]
+    + [
+        (name, "serving/gateway")
+        for name in ("fastapi", "starlette", "uvicorn", "httpx", "prometheus_client")
+    ],
+)
+def test_what_serves_is_named_in_its_folder_alone(package: str, folder: str) -> None:
+    found = {
+        str(path.relative_to(PACKAGE).parent)
+        for path in MODULES
+        for _, name in imports(path)
+        if name == package or name.startswith(f"{package}.")
+    }
+    assert found <= {folder}
 
 
 def _top_imports(node: ast.stmt) -> Iterator[tuple[int, str]]:

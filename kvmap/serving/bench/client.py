@@ -79,7 +79,7 @@ def command(engine: Engine, point: Point, file: Path) -> list[str]:
     if point.asked is not None:
         extra["kv_transfer_params"] = {"kvmap": point.asked}
     return [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"),
+        *(sys.executable, "-m", "kvmap.serving.vllm.bench_client"),
         *("--backend", "openai", "--base-url", engine.url, "--endpoint", "/v1/completions"),
         *("--model", engine.model, "--served-model-name", engine.model, "--tokenizer", engine.tokenizer),
         *("--dataset-name", "random", "--random-input-len", str(point.n_tokens)),

@@ -1,0 +1,270 @@
+"""The transport: where caches lie between engines. One small interface; a shared folder behind it.
+
+A cache is a group of parts (bytes by name) and one manifest, put last. A reader goes by manifests alone, so
+it never sees a cache that is still being written.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kvmap.errors import KvmapError
+from kvmap.files import replacing
+
+_KEY = re.compile(r"[0-9a-f]{32}")
+_PART = re.compile(r"[0-9]{4}-[0-9]{4}")
+
+#: parts of a writer that has shown no life for so long are removed, and its announcement counts for nothing
+STALE_SECONDS = 120.0
+
+
+class StoreError(KvmapError):
+    """A store that would not take or give what it was asked for."""
+
+
+class PartMissing(StoreError):
+    """A part that is not there, or not of the size it was written with."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One entry of a listing.
+
+    Attributes:
+        key: 32 hex digits.
+        stamp: changes when the entry is written anew.
+    """
+
+    key: str
+    stamp: int
+
+
+class Store(Protocol):
+    """What a transport must do. Keys are 32 hex digits, part names four digits, a dash, and four digits.
+
+    Every call may raise `StoreError` or `OSError`; none blocks for longer than its transfer takes.
+    """
+
+    def put_part(self, group: str, name: str, parts: Sequence[bytes | memoryview]) -> None:
+        """Write one part, the pieces of `parts` one after another."""
+
+    def get_part(self, group: str, name: str, n_bytes: int) -> bytearray:
+        """Read one part of exactly this size."""
+
+    def part_size(self, group: str, name: str) -> int | None:
+        """Bytes of a part as it lies there; None where it does not."""
+
+    def put_manifest(self, key: str, text: str, *, group: str, n_bytes: int) -> None:
+        """Publish a group under a key, in one step; what was published under the key is replaced."""
+
+    def get_manifest(self, key: str) -> str | None:
+        """What was published under a key; None where nothing was."""
+
+    def manifests(self) -> list[Listed]:
+        """Every key that something is published under."""
+
+    def announce(self, group: str, text: str) -> None:
+        """Say that a group is being written; said again, that it still is."""
+
+    def announcements(self) -> dict[str, str]:
+        """By group, what is being written by writers that have lately said so."""
+
+    def drop_group(self, group: str) -> None:
+        """Remove a group's parts and its announcement."""
+
+
+def checked_key(key: str) -> str:
+    """The key itself, if it is one.
+
+    Raises:
+        StoreError: it is not 32 hex digits: a path, perhaps.
+    """
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise StoreError(f"store key {key!r}: expected 32 hex digits")
+    return key
+
+
+def checked_part(name: str) -> str:
+    """The part's name itself, if it is one.
+
+    Raises:
+        StoreError: it is not four digits, a dash, and four digits.
+    """
+    if not isinstance(name, str) or not _PART.fullmatch(name):
+        raise StoreError(f"part name {name!r}: expected four digits, a dash, and four digits, as 0003-0021")
+    return name
+
+
+class SharedFolder:
+    """A folder that all engines see, bounded: the caches published longest ago make room for new ones.
+
+    ::
+
+        published/<key>.json        manifests
+        parts/<group>/<part>        keys and values
+        announced/<group>.json      what is being written
+
+    Writers need no lock: each writes a group of its own, and a manifest takes its place in one step. Nothing
+    is forced to disk: a manifest carries the checksums of its parts, so what a power cut leaves is refused.
+    """
+
+    def __init__(self, root: Path, max_bytes: int = 4 << 30) -> None:
+        """Args: the folder, made if it is not there; and what it may hold.
+
+        Raises:
+            StoreError: a bound below 1, or a folder that cannot be made.
+        """
+        if max_bytes < 1:
+            raise StoreError(f"max_bytes={max_bytes}: expected at least 1 byte")
+        self.root, self.max_bytes = Path(root), max_bytes
+        self._published, self._parts, self._announced = (
+            self.root / name for name in ("published", "parts", "announced")
+        )
+        try:
+            for folder in (self._published, self._parts, self._announced):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"storage {self.root} cannot be made: {error}; give another folder") from error
+
+    def put_part(self, group: str, name: str, parts: Sequence[bytes | memoryview]) -> None:
+        """See `Store`."""
+        folder = self._parts / checked_key(group)
+        folder.mkdir(exist_ok=True)
+        with open(folder / checked_part(name), "wb", buffering=0) as file:
+            for part in parts:
+                view = memoryview(part).cast("B")
+                while view:
+                    view = view[file.write(view) :]
+
+    def get_part(self, group: str, name: str, n_bytes: int) -> bytearray:
+        """See `Store`. Read, not mapped: a file that is cut while it is mapped would end the engine.
+
+        Raises:
+            PartMissing: no such part, or one of another size.
+        """
+        path = self._parts / checked_key(group) / checked_part(name)
+        buffer = bytearray(n_bytes)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                view, got = memoryview(buffer), 0
+                while got < n_bytes and (n := file.readinto(view[got:])):
+                    got += n
+                if got < n_bytes or file.read(1):
+                    raise PartMissing(f"part {name} of {group} does not hold the {n_bytes} bytes written")
+        except FileNotFoundError:
+            raise PartMissing(f"part {name} of {group} is gone") from None
+        return buffer
+
+    def part_size(self, group: str, name: str) -> int | None:
+        """See `Store`."""
+        try:
+            return (self._parts / checked_key(group) / checked_part(name)).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def put_manifest(self, key: str, text: str, *, group: str, n_bytes: int) -> None:
+        """See `Store`; makes room before."""
+        path = self._published / f"{checked_key(key)}.json"
+        self._make_room(n_bytes, keep=checked_key(group))
+        replaced = self._group_of(path)
+        with replacing(path) as temporary:
+            temporary.write_text(f"{group} {n_bytes}\n{text}", encoding="utf-8")
+        (self._announced / f"{group}.json").unlink(missing_ok=True)
+        if replaced is not None and replaced != group:
+            self.drop_group(replaced)
+
+    def get_manifest(self, key: str) -> str | None:
+        """See `Store`."""
+        try:
+            return (
+                (self._published / f"{checked_key(key)}.json").read_text(encoding="utf-8").partition("\n")[2]
+            )
+        except FileNotFoundError:
+            return None
+
+    def manifests(self) -> list[Listed]:
+        """See `Store`."""
+        return [Listed(key, stamp) for key, stamp, _ in self._listed(self._published)]
+
+    def announce(self, group: str, text: str) -> None:
+        """See `Store`."""
+        path = self._announced / f"{checked_key(group)}.json"
+        temporary = path.with_suffix(".writing")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+
+    def announcements(self) -> dict[str, str]:
+        """See `Store`."""
+        found = {}
+        now = time.time()
+        for group, stamp, path in self._listed(self._announced):
+            if now - stamp / 1e9 < STALE_SECONDS:
+                with suppress(FileNotFoundError):
+                    found[group] = path.read_text(encoding="utf-8")
+        return found
+
+    def drop_group(self, group: str) -> None:
+        """See `Store`."""
+        shutil.rmtree(self._parts / checked_key(group), ignore_errors=True)
+        (self._announced / f"{group}.json").unlink(missing_ok=True)
+
+    def _listed(self, folder: Path) -> list[tuple[str, int, Path]]:
+        """Key, time of writing in ns, and path of every JSON file of a key, in no order."""
+        found = []
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                key, _, suffix = entry.name.rpartition(".")
+                if suffix == "json" and _KEY.fullmatch(key):
+                    with suppress(FileNotFoundError):
+                        found.append((key, entry.stat().st_mtime_ns, Path(entry.path)))
+        return found
+
+    def _group_of(self, path: Path) -> str | None:
+        with suppress(FileNotFoundError, ValueError), open(path, encoding="utf-8") as file:
+            return checked_key(file.readline().split()[0])
+        return None
+
+    def _make_room(self, n_bytes: int, keep: str) -> None:
+        """Remove what was published longest ago until `n_bytes` more fit, and what dead writers left.
+
+        Raises:
+            StoreError: a cache larger than the whole bound.
+        """
+        if n_bytes > self.max_bytes:
+            raise StoreError(
+                f"a cache of {n_bytes} bytes does not fit the storage's {self.max_bytes}: raise max_bytes"
+            )
+        held: list[tuple[Path, str, int]] = []
+        for _, _, path in sorted(self._listed(self._published), key=lambda entry: entry[1]):
+            with suppress(FileNotFoundError, ValueError, IndexError), open(path, encoding="utf-8") as file:
+                group, written = file.readline().split()
+                held.append((path, checked_key(group), int(written)))
+        total = sum(size for _, _, size in held)
+        for path, group, size in held:
+            if total + n_bytes <= self.max_bytes:
+                break
+            path.unlink(missing_ok=True)
+            self.drop_group(group)
+            total -= size
+        self._remove_abandoned({group for _, group, _ in held} | {keep})
+
+    def _remove_abandoned(self, known: set[str]) -> None:
+        """Parts that no manifest names, and whose writer has shown no life for long."""
+        oldest = time.time() - STALE_SECONDS
+        with os.scandir(self._parts) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    if (
+                        entry.name not in known
+                        and _KEY.fullmatch(entry.name)
+                        and entry.stat().st_mtime < oldest
+                    ):
+                        self.drop_group(entry.name)

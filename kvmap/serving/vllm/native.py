@@ -1,0 +1,152 @@
+"""What the target's own layers compute beside the map: native layers, and all layers of the first tokens."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvmap.errors import KvmapError
+
+Past = Callable[[int], tuple[Tensor, Tensor]]
+"""By layer, keys and values (1, n_kv_heads, tokens, width) of the tokens before, as the pages hold them."""
+
+_LAYER_NAME = re.compile(r"(.*\.)?layers\.(\d+)\.(.+)")
+
+
+class UnknownDecoder(KvmapError):
+    """A model whose decoder layers cannot be run one by one."""
+
+
+class NativeLayers:
+    """A vLLM model's decoder layers, run in plain PyTorch over a few tokens.
+
+    Each layer is a shallow copy that shares all weights with the engine's own, but for its attention, which
+    is torch's and notes the keys and values it is given. The engine's modules are not touched.
+    """
+
+    def __init__(self, model: nn.Module, attention_layers: dict[str, Any]) -> None:
+        """Args: vLLM's model, and its attention modules by name, as "model.layers.3.self_attn.attn".
+
+        Raises:
+            UnknownDecoder: names that are not `….layers.<n>.…`, or a body without an embedding of ids.
+        """
+        found: dict[int, tuple[str, Any]] = {}
+        bodies = set()
+        for name, attention in attention_layers.items():
+            match = _LAYER_NAME.fullmatch(name)
+            if match is None:
+                raise UnknownDecoder(
+                    f"attention layer {name!r}: expected a name as model.layers.3.self_attn.attn"
+                )
+            found[int(match[2])] = (match[3], attention)
+            bodies.add((match[1] or "").rstrip("."))
+        if len(bodies) != 1 or sorted(found) != list(range(len(found))):
+            raise UnknownDecoder(
+                f"attention layers in {sorted(bodies)}: expected one stack, layers 0 to {len(found) - 1}"
+            )
+        self._body = model.get_submodule(bodies.pop())
+        layers: Any = self._body.layers
+        self._attentions = []
+        self._layers = []
+        for number in range(len(found)):
+            path, attention = found[number]
+            noting = _NotingAttention(attention)
+            self._attentions.append(noting)
+            self._layers.append(_with_replaced(layers[number], path.split("."), noting))
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """(tokens,) int64 to (tokens, hidden_size)."""
+        embed: Any = getattr(self._body, "embed_input_ids", None) or self._body.embed_tokens
+        hidden: Tensor = embed(token_ids)
+        return hidden
+
+    def run(
+        self, token_ids: Tensor, start: int, n_first: int, n_layers: int, past: Past | None
+    ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+        """Keys and values of some tokens in the first layers, and of the first of them in all layers.
+
+        Args:
+            token_ids: (tokens,) int64, from token `start` of the context on.
+            start: tokens before, whose keys and values `past` has.
+            n_first: of these tokens, the first so many run through all layers.
+            n_layers: first layers that all of them run through.
+            past: None where `start` is 0.
+
+        Returns:
+            Of the first `n_layers` layers, over all tokens; of the layers above, over the first `n_first`.
+            Each (1, n_kv_heads, tokens, width), rotated as the engine rotates. None above if `n_first` is 0.
+        """
+        positions = torch.arange(start, start + len(token_ids))
+        hidden, residual = self.embed(token_ids), None
+        below: list[tuple[Tensor, Tensor]] = []
+        above: list[tuple[Tensor, Tensor]] = []
+        for number, (layer, attention) in enumerate(zip(self._layers, self._attentions, strict=True)):
+            if number == n_layers:
+                if n_first == 0:
+                    break
+                hidden, positions = hidden[:n_first], positions[:n_first]
+                residual = None if residual is None else residual[:n_first]
+            attention.past = None if past is None else past(number)
+            output = layer(positions, hidden, residual)
+            if not (isinstance(output, tuple) and len(output) == 2):
+                raise UnknownDecoder(
+                    f"layer {number} gives {type(output).__name__}: expected hidden states and residual"
+                )
+            hidden, residual = output
+            (below if number < n_layers else above).append(attention.take())
+        return below, above
+
+
+class _NotingAttention(nn.Module):
+    """Causal attention over past and own tokens, in place of vLLM's paged one."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads = attention.num_heads, attention.num_kv_heads
+        self.width, self.scale = attention.head_size, float(attention.impl.scale)
+        if (
+            getattr(attention.impl, "logits_soft_cap", None)
+            or getattr(attention.impl, "sinks", None) is not None
+        ):
+            raise UnknownDecoder("attention with a soft cap or with sinks cannot be run beside the engine")
+        self.past: tuple[Tensor, Tensor] | None = None
+        self._held: tuple[Tensor, Tensor] | None = None
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the last run."""
+        assert self._held is not None
+        held, self._held, self.past = self._held, None, None
+        return held
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **_others: Any) -> Tensor:
+        n = query.shape[0]
+        q = query.view(n, self.n_heads, self.width).transpose(0, 1).unsqueeze(0)
+        k, v = (x.reshape(n, self.n_kv_heads, self.width).transpose(0, 1).unsqueeze(0) for x in (key, value))
+        self._held = (k.contiguous(), v.contiguous())
+        mask = None
+        if self.past is not None:
+            n_past = self.past[0].shape[2]
+            k, v = (torch.cat(pair, dim=2) for pair in zip(self.past, (k, v), strict=True))
+            mask = torch.ones(n, n_past + n, dtype=torch.bool).tril(n_past)
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+        )
+        return out.squeeze(0).transpose(0, 1).reshape(n, self.n_heads * self.width)
+
+
+def _with_replaced(module: nn.Module, path: Sequence[str], replacement: nn.Module) -> nn.Module:
+    """A shallow copy in which the child at `path` is another; modules on the way are copied, none changed."""
+    shallow = copy.copy(module)
+    shallow.__dict__["_modules"] = dict(module._modules)
+    child = module._modules[path[0]]
+    assert child is not None
+    shallow._modules[path[0]] = (
+        replacement if len(path) == 1 else _with_replaced(child, path[1:], replacement)
+    )
+    return shallow
