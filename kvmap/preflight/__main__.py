@@ -19,7 +19,6 @@ from pathlib import Path
 from kvmap.errors import KvmapError
 from kvmap.files import read_json, write_csv
 
-
 FAMILIES = ("own", "any")
 
 
