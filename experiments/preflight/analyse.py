@@ -8,8 +8,10 @@ kvmap/preflight/evidence.csv.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 
@@ -18,50 +20,71 @@ import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
 
-from kvmap.config.schema import PREFLIGHT_FAMILIES
 from kvmap.preflight.evidence import SHIPPED, Evidence, cases_of, read_evidence, write_cases
-from kvmap.preflight.rates import left_out, rates
-from kvmap.preflight.rules import CHEAPEST_FIRST, Rules
+from kvmap.preflight.rates import left_out, measures_of, rates
+from kvmap.preflight.rules import CHEAPEST_FIRST, Rules, by_prompts
 from kvmap.studies.one_setting import directories
 from kvmap.studies.plots import COLOURS, COLUMN_WIDTH_INCHES, STYLE
 from kvmap.studies.summary import freeze
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 HERE = Path(__file__).resolve().parent
 THRESHOLDS = (0.4, 0.5, 0.6, 0.8, 0.9, 0.95)
 CONFIDENCES = (0.8, 0.9)
+JUDGES = ("own", "any", "prompts", "own and prompts")
 SHIPPED_FAMILY = "tiny"
 
 
 def main() -> None:
     """Entry point."""
-    cases = cases_of(directories(__doc__ or ""))
-    write_cases(SHIPPED, cases)
+    write_cases(SHIPPED, cases_of(directories(__doc__ or "")))
     evidence = read_evidence()
     judged = {
-        (judges, confidence): left_out(evidence, Rules(confidence=confidence), judges)
-        for judges in PREFLIGHT_FAMILIES
-        for confidence in CONFIDENCES
+        (judges, confidence, threshold): _judged(evidence, judges, Rules(threshold, confidence))
+        for judges, confidence, threshold in product(JUDGES, CONFIDENCES, THRESHOLDS)
     }
     found = [
         {"judged_by": judges, "confidence": confidence, "min_retention": threshold, **row}
-        for (judges, confidence), of_one in judged.items()
-        for threshold in THRESHOLDS
-        for row in rates(_judged_at(of_one, threshold), threshold).rows()
+        for (judges, confidence, threshold), of_one in judged.items()
+        for row in rates(of_one, threshold).rows()
     ]
-    usual = {judges: judged[judges, Rules().confidence] for judges in PREFLIGHT_FAMILIES}
-    table = pd.concat([usual[judges].assign(judged_by=judges) for judges in usual])
-    freeze(HERE, results=_by_mapper(evidence), judged=table.drop(columns="reason"), rates=pd.DataFrame(found))
+    usual = {judges: judged[judges, Rules().confidence, Rules().min_retention] for judges in JUDGES}
+    table = pd.concat([usual[judges].assign(judged_by=judges) for judges in JUDGES])
+    prompts = _by_prompts(evidence)
+    freeze(
+        HERE,
+        results=_by_mapper(evidence),
+        judged=table.drop(columns="reason"),
+        rates=pd.DataFrame(found),
+        prompts=prompts,
+    )
     elsewhere = usual["any"][~usual["any"]["pair"].str.startswith(SHIPPED_FAMILY)]
-    _figure(usual["own"], elsewhere, HERE / "figure.png")
+    _figure(usual["own"], elsewhere, prompts, HERE / "figure.png")
 
 
-def _judged_at(judged: pd.DataFrame, threshold: float) -> pd.DataFrame:
-    """Predictions do not depend on what is asked for; only what passes does."""
-    if threshold == Rules().min_retention:
-        return judged
-    known = judged["low"].notna() & (judged["decision"] != "unknown")
-    passed = np.where(judged["low"] >= threshold, "pass", "fail")
-    return judged.assign(decision=np.where(known, passed, judged["decision"]))
+def _judged(evidence: Evidence, judges: str, rules: Rules) -> pd.DataFrame:
+    """By cases of the own family or of any, by prompts alone, or by the own family's and prompts."""
+    if judges == "prompts":
+        # no mapper has cases of so many pairs
+        return left_out(evidence, replace(rules, min_pairs=len(evidence.pairs) + 1))
+    if judges == "own and prompts":
+        return left_out(evidence, rules)
+    read = [name for name in evidence.table if "/prompts_" in name]
+    return left_out(Evidence(evidence.table.drop(columns=read)), rules, judges)
+
+
+def _by_prompts(evidence: Evidence) -> pd.DataFrame:
+    """Of each case whose map has read prompts: what these tell, beside what it kept."""
+    rows = []
+    for case in evidence.table.to_dict("records"):
+        own = measures_of(case, evidence.probes).get(case["mapper"])
+        found = None if own is None else by_prompts(own, Rules())
+        if found is not None:
+            bounds = {"agreement": found.value, "low": found.low, "high": found.high}
+            rows.append({name: case[name] for name in ("pair", "seed", "mapper", "true")} | bounds)
+    return pd.DataFrame(rows)
 
 
 def _by_mapper(evidence: Evidence) -> pd.DataFrame:
@@ -84,41 +107,40 @@ def _cost(mapper: str) -> int:
     return CHEAPEST_FIRST.index(mapper)
 
 
-def _figure(judged: pd.DataFrame, elsewhere: pd.DataFrame, file: Path) -> None:
+def _figure(judged: pd.DataFrame, elsewhere: pd.DataFrame, prompts: pd.DataFrame, file: Path) -> None:
     with plt.rc_context(STYLE):
-        figure, axis = plt.subplots(figsize=(COLUMN_WIDTH_INCHES, COLUMN_WIDTH_INCHES), layout="constrained")
-        names = [name for name in CHEAPEST_FIRST if name in set(judged["mapper"])]
-        for place, name in enumerate(names):
-            of_one = judged[(judged["mapper"] == name) & judged["predicted"].notna()]
-            below, above = (
-                (of_one["predicted"] - of_one["low"]).clip(lower=0),
-                (of_one["high"] - of_one["predicted"]).clip(lower=0),
-            )
-            axis.errorbar(
-                of_one["true"],
-                of_one["predicted"].to_numpy(),
-                yerr=[below, above],
-                fmt="o",
-                markersize=2,
-                elinewidth=0.4,
-                alpha=0.6,
-                color=COLOURS[place % len(COLOURS)],
-                label=name.replace("_", " "),
-            )
-        axis.plot(
-            elsewhere["true"],
-            elsewhere["predicted"],
-            "x",
-            markersize=4,
-            color="black",
-            label="Qwen2.5-Coder, by these",
+        figure, axes = plt.subplots(
+            1, 2, figsize=(2 * COLUMN_WIDTH_INCHES, COLUMN_WIDTH_INCHES), layout="constrained", sharey=True
         )
-        axis.plot([0, 1.05], [0, 1.05], color="0.6", linewidth=0.6)
-        axis.axhline(Rules().min_retention, color="0.6", linewidth=0.6, linestyle=":")
-        axis.set_xlabel("accuracy retained, calibrated in full")
-        axis.set_ylabel("predicted by other pairs, with its bounds")
-        axis.legend(frameon=False, fontsize=5)
+        shipped = prompts["pair"].str.startswith(SHIPPED_FAMILY)
+        _panel(axes[0], judged, elsewhere, "predicted")
+        _panel(axes[1], prompts[shipped], prompts[~shipped], "agreement")
+        axes[0].set_title("by recorded cases of other pairs of the family")
+        axes[0].set_ylabel("predicted, with its bounds")
+        axes[1].set_title("by 48 prompts without answers, no case")
+        axes[0].legend(frameon=False, fontsize=5)
         figure.savefig(file, dpi=300)
+
+
+def _panel(axis: Axes, shipped: pd.DataFrame, elsewhere: pd.DataFrame, told: str) -> None:
+    for place, name in enumerate(CHEAPEST_FIRST):
+        of_one = shipped[(shipped["mapper"] == name) & shipped[told].notna()]
+        if of_one.empty:
+            continue
+        value = of_one[told].to_numpy(dtype=np.float64)
+        room = [
+            (value - of_one["low"].to_numpy(dtype=np.float64)).clip(min=0),
+            (of_one["high"].to_numpy(dtype=np.float64) - value).clip(min=0),
+        ]
+        style: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "label": name.replace("_", " ")}
+        axis.errorbar(
+            of_one["true"], value, yerr=room, fmt="o", markersize=2, elinewidth=0.4, alpha=0.6, **style
+        )
+    if len(elsewhere):
+        axis.plot(elsewhere["true"], elsewhere[told], "x", markersize=4, color="black", label="Qwen2.5-Coder")
+    axis.plot([0, 1.05], [0, 1.05], color="0.6", linewidth=0.6)
+    axis.axhline(Rules().min_retention, color="0.6", linewidth=0.6, linestyle=":")
+    axis.set_xlabel("accuracy retained, calibrated in full")
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvmap.config.schema import PREFLIGHT_FAMILIES
 from kvmap.errors import KvmapError
 from kvmap.files import read_json, write_csv
+
+FAMILIES = ("own", "any")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     wrong.add_argument("--min-pairs", type=int, default=9, help="that a mapper's cases must come from")
     wrong.add_argument(
         "--family",
-        choices=PREFLIGHT_FAMILIES,
+        choices=FAMILIES,
         default="own",
         help="whose cases judge a pair: its own's or any",
     )

@@ -34,6 +34,8 @@ TASKS = ("average", "tasks_average")
 """Tasks whose retention is a case's, the first that the run has."""
 
 KEY = "preflight/held_out/"
+KEYS = {KEY: "", "preflight/prompts/": "prompts_"}
+"""Metrics `<key><probe>/<name>` of a run, and what stands before the name in the columns of a table."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,8 +160,7 @@ def cases_of(paths: Sequence[Path]) -> pd.DataFrame:
             and runs without a preflight or without a retention of the mapped arm.
 
     Returns:
-        One row a run: `FACTS`, `FAMILY`, and every `preflight/held_out/<probe>/<diagnostic>` as
-        `<probe>/<diagnostic>`.
+        One row a run: `FACTS`, `FAMILY`, and every diagnostic of a probe by `KEYS`.
 
     Raises:
         KvmapError: no runs, or none that is a case.
@@ -196,9 +197,11 @@ def write_cases(file: Path, cases: pd.DataFrame) -> None:
 def _case(run: dict[str, Any]) -> dict[str, Any] | None:
     outcomes = [key for task in TASKS if _is_number(run.get(key := f"evaluate/{task}/mapped/retention"))]
     measured = {
-        str(name).removeprefix(KEY): value
+        f"{probe}/{before}{diagnostic}": value
+        for key, before in KEYS.items()
         for name, value in run.items()
-        if str(name).startswith(KEY) and ":" not in str(name) and _is_number(value)
+        if str(name).startswith(key) and ":" not in str(name) and _is_number(value)
+        for probe, diagnostic in [str(name).removeprefix(key).split("/", 1)]
     }
     if not outcomes or not measured:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from kvmap.preflight.evidence import Evidence
 from kvmap.preflight.prediction import Measures, Predicted, probe_for, usable
@@ -21,6 +22,8 @@ CHEAPEST_FIRST = (
 )
 """By what a hand-off costs: products a token, time of the fit, then layers that the target runs itself."""
 NETWORKS = ("mlp_values", "mlp", "residual")
+PROMPTS = "prompts"
+"""Stands for the probe where a map was judged by what it does after prompts."""
 
 PASS, FAIL, UNKNOWN = "pass", "fail", "unknown"
 
@@ -101,16 +104,13 @@ def rejections(values: Mapping[str, float]) -> list[str]:
             f"KL {values['kl_nats']:.3g} nats a token, {values['kl_share']:.2f} of the control bias_only's: "
             "no better than the mean cache"
         )
-    if values.get("prompts_kl_share", 0.0) >= NO_BETTER:
-        found.append(
-            f"after prompts KL {values['prompts_kl_nats']:.3g} nats, {values['prompts_kl_share']:.2f} of the "
-            "control bias_only's: on this traffic no better than the mean cache"
-        )
     return found
 
 
 def judge(mapper: str, measured: Measures, evidence: Evidence, rules: Rules) -> Judgement:
     """One mapper, by its own diagnostics where the preflight fitted it, else by those of a probe.
+
+    What it does after prompts refuses it whatever the cases say, and lets it pass where they say nothing.
 
     Args:
         mapper: to be judged.
@@ -123,6 +123,37 @@ def judge(mapper: str, measured: Measures, evidence: Evidence, rules: Rules) -> 
         return Judgement(mapper, PASS, f"exact: KL {own['kl_nats']:.1e} nats a token", mapper)
     if own is not None and (found := rejections(own)):
         return Judgement(mapper, FAIL, "; ".join(found), mapper)
+    prompted = None if own is None else by_prompts(own, rules)
+    if prompted is not None and prompted.high < rules.min_retention:
+        return _decide(mapper, PROMPTS, prompted, rules)
+    by_cases = _by_cases(mapper, measured, evidence, rules)
+    if by_cases.decision == UNKNOWN and prompted is not None and prompted.low >= rules.min_retention:
+        return _decide(mapper, PROMPTS, prompted, rules)
+    return by_cases
+
+
+def by_prompts(values: Mapping[str, float], rules: Rules) -> Predicted | None:
+    """Retention as prompts without answers tell it: the share on which the target's next token stays first.
+
+    `ĝ` of n prompts, with the bounds of Wilson, each of the confidence asked for. No table is needed, and no
+    family: what is measured is the traffic that is meant. None where there were no prompts.
+
+    Args:
+        values: of `measure`, and `prompts_n`, the number of prompts.
+        rules: what is asked for.
+    """
+    n, agreed = values.get("prompts_n", 0), values.get("prompts_top1_agreement", math.nan)
+    if not n or not math.isfinite(agreed):
+        return None
+    z = NormalDist().inv_cdf(rules.confidence)
+    middle = (agreed + z * z / (2 * n)) / (1 + z * z / n)
+    room = z / (1 + z * z / n) * math.sqrt(agreed * (1 - agreed) / n + z * z / (4 * n * n))
+    return Predicted(agreed, max(0.0, middle - room), min(1.0, middle + room), int(n), 0)
+
+
+def _by_cases(mapper: str, measured: Measures, evidence: Evidence, rules: Rules) -> Judgement:
+    """By what the cases of other pairs retained."""
+    own = measured.get(mapper)
     if own is None and measured and all(rejections(values) for values in measured.values()):
         return Judgement(mapper, FAIL, f"refused with {', '.join(measured)}: what they read says too little")
     probe = probe_for(mapper, measured, evidence.probes)
@@ -135,7 +166,8 @@ def judge(mapper: str, measured: Measures, evidence: Evidence, rules: Rules) -> 
 
 
 def _decide(mapper: str, probe: str, found: Predicted, rules: Rules) -> Judgement:
-    said = f"predicted {found.value:.2f} [{found.low:.2f}, {found.high:.2f}] from {probe}"
+    source = f"{found.n_cases} prompts" if probe == PROMPTS else probe
+    said = f"predicted {found.value:.2f} [{found.low:.2f}, {found.high:.2f}] from {source}"
     if found.below and found.high < rules.min_retention:
         return Judgement(
             mapper, FAIL, f"{said}: worse than every case ({'; '.join(found.below)})", probe, found

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+from scipy.stats import binomtest
 
 from kvmap.mappers import VERDICTS
 from kvmap.preflight import Evidence, Judgement, Rules, judge, overall
-from kvmap.preflight.rules import candidates, rejections
+from kvmap.preflight.rules import by_prompts, candidates, rejections
 from kvmap.preflight.verdicts import canary_of, said, verdict_of
 from tests.preflight.planted_cases import cases, diagnostics
 
@@ -45,7 +46,6 @@ def test_an_exact_map_needs_no_cases():
         ({"kl_share": 0.95}, "no better than the mean cache"),
         ({"kl_nats": math.nan}, "not a number"),
         ({"rows_per_feature": 1.2, "gap_value": 0.4}, "over-fitted"),
-        ({"prompts_kl_share": 0.95, "prompts_kl_nats": 2.0}, "on this traffic no better"),
     ],
 )
 def test_what_is_refused_whatever_the_cases_say(changed, said):
@@ -53,6 +53,30 @@ def test_what_is_refused_whatever_the_cases_say(changed, said):
     assert found.decision == "fail"
     assert said in found.reason
     assert judged(0.88, "mlp", **changed).decision == "fail"
+
+
+class TestPrompts:
+    def test_bounds_are_those_of_wilson(self):
+        found = by_prompts({"prompts_n": 48, "prompts_top1_agreement": 45 / 48}, Rules(confidence=0.95))
+        expected = binomtest(45, 48).proportion_ci(0.90, method="wilson")
+        assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+        assert by_prompts(diagnostics(0.8), RULES) is None
+
+    def test_they_refuse_what_the_cases_would_pass(self):
+        found = judged(0.88, prompts_n=32, prompts_top1_agreement=0.3)
+        assert (found.decision, found.probe) == ("fail", "prompts")
+        assert "from 32 prompts" in found.reason
+
+    def test_they_speak_of_the_map_that_was_asked_alone(self):
+        assert judged(0.5, "mlp", prompts_n=32, prompts_top1_agreement=0.3).decision == "pass"
+
+    def test_they_let_pass_where_the_cases_say_nothing(self):
+        nothing = Evidence(CASES.table.iloc[:0])
+        sure = {"prompts_n": 48, "prompts_top1_agreement": 1.0}
+        assert judged(0.88, evidence=nothing, **sure).decision == "pass"
+        assert judged(0.5, **sure).decision == "fail", "the cases know better"
+        few = {"prompts_n": 2, "prompts_top1_agreement": 1.0}
+        assert judged(0.88, evidence=nothing, **few).decision == "unknown"
 
 
 def test_few_rows_without_a_gap_and_a_gap_with_many_rows_are_not_refused():

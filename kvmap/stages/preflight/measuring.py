@@ -61,7 +61,7 @@ def _measured(contexts: dict[str, Context]) -> dict[str, Row]:
             prompts=prompts,
         )
 
-    prompts = prompts_of(first) if missing else []
+    prompts = prompts_of(first)
     found = of(missing) if missing else {}
     kept: dict[str, Row] = {}
     for name, spec in specs.items():
@@ -73,6 +73,8 @@ def _measured(contexts: dict[str, Context]) -> dict[str, Row]:
 
         artifact = first.store.get_or_build(MEASURED, spec, build)
         kept[name] = {key: float(value) for key, value in read_json(artifact.path / FILE).items()}
+        if prompts:
+            kept[name]["prompts_n"] = float(len(prompts))
     return kept
 
 
