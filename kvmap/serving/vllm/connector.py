@@ -59,6 +59,11 @@ class KvmapConnector(KVConnectorBase_V1):
         """A publication that a preemption undoes is begun anew; no request is run again for it."""
         return False
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Pages are copied as the forward reaches each layer, which one captured graph would leave out."""
+        return True
+
     @property
     def on_scheduler(self) -> SchedulerSide:
         """The scheduler's side."""

@@ -73,11 +73,12 @@ class ColumnMap:
             native: keys and values of the target's first `native_layers` layers over the same columns.
         """
         n = keys[0].shape[2]
-        positions = torch.arange(first, first + n).unsqueeze(0)
+        device = keys[0].device
+        positions = torch.arange(first, first + n, device=device).unsqueeze(0)
         cache_map = self._mapper.cache_map()
         if cache_map is None:
             return self._by_layer(keys, values, positions, native)
-        mapped = self._empty(n)
+        mapped = self._empty(n, device)
         rotations = self._source if self._strips else None
         side = kernel.Side(list(keys), list(values), rotations)
         own = None
@@ -95,12 +96,14 @@ class ColumnMap:
         n_bad, n_clamped = counts.sum((0, 1)).tolist() if len(counts) else (0, 0)
         return Mapped(*mapped, n_bad, n_clamped)
 
-    def _empty(self, n: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    def _empty(self, n: int, device: torch.device) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         found: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
         for layer in self.layers:
             n_heads, width = self._mapper.target_shape[layer]
             for parts in found:
-                parts[layer] = torch.empty(1, n, n_heads, width, dtype=self._dtype).transpose(1, 2)
+                parts[layer] = torch.empty(1, n, n_heads, width, dtype=self._dtype, device=device).transpose(
+                    1, 2
+                )
         return found
 
     def _by_layer(
@@ -118,7 +121,7 @@ class ColumnMap:
                 [v.float() for _, v in native],
             ]
         found: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
-        counts = torch.zeros(2, dtype=torch.int64)
+        counts = torch.zeros(2, dtype=torch.int64, device=positions.device)
         for layer in self.layers:
             key, value = self._mapper.map_layer(layer, *features)
             key = apply_rotation(key, positions, self._target[layer] if self._turns else None)

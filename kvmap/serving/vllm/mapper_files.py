@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,7 +16,7 @@ class EngineMapper:
     """A mapper, and how it is to be used.
 
     Attributes:
-        mapper: with its weights on the CPU.
+        mapper: the mapper.
         rope: the strategy of its fit.
         native_head: first tokens that the target computes itself.
     """
@@ -24,6 +24,10 @@ class EngineMapper:
     mapper: Mapper
     rope: str
     native_head: int
+
+    def to(self, device: torch.device) -> EngineMapper:
+        """With the weights on the device of the pages."""
+        return self if device.type == "cpu" else replace(self, mapper=self.mapper.to(device=device))
 
 
 @functools.lru_cache(maxsize=2)

@@ -82,7 +82,7 @@ class NativeLayers:
             Of the first `n_layers` layers, over all tokens; of the layers above, over the first `n_first`.
             Each (1, n_kv_heads, tokens, width), rotated as the engine rotates. None above if `n_first` is 0.
         """
-        positions = torch.arange(start, start + len(token_ids))
+        positions = torch.arange(start, start + len(token_ids), device=token_ids.device)
         hidden, residual = self.embed(token_ids), None
         below: list[tuple[Tensor, Tensor]] = []
         above: list[tuple[Tensor, Tensor]] = []
@@ -133,7 +133,7 @@ class _NotingAttention(nn.Module):
         if self.past is not None:
             n_past = self.past[0].shape[2]
             k, v = (torch.cat(pair, dim=2) for pair in zip(self.past, (k, v), strict=True))
-            mask = torch.ones(n, n_past + n, dtype=torch.bool).tril(n_past)
+            mask = torch.ones(n, n_past + n, dtype=torch.bool, device=q.device).tril(n_past)
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
         )

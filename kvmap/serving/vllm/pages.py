@@ -25,14 +25,14 @@ class LayerPages:
     Attributes:
         n_heads, width: KV heads and their width.
         block_tokens: tokens of a page.
-        dtype: of the pages.
+        dtype, device: of the pages.
     """
 
     def __init__(self, layer: Any, order: PageOrder) -> None:
         """Args: vLLM's attention layer, with its pages bound; and the order of its pages."""
         self._layer, self._order = layer, order
         self.n_heads, self.width, self.block_tokens = order.n_heads, order.width, order.block_tokens
-        self.dtype = order.dtype
+        self.dtype, self.device = order.dtype, order.device
 
     def read(self, block_ids: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a request's tokens start:stop.
@@ -42,7 +42,7 @@ class LayerPages:
             start, stop: tokens.
 
         Returns:
-            Each (1, n_heads, stop − start, width), contiguous.
+            Each (1, n_heads, stop − start, width), contiguous, on the device of the pages.
         """
         first = start // self.block_tokens
         blocks = block_ids[first : -(-stop // self.block_tokens)]
@@ -55,12 +55,12 @@ class LayerPages:
         Args:
             block_ids: as of `read`.
             start: the first token.
-            keys: (tokens, n_heads, width) in the dtype of the pages.
+            keys: (tokens, n_heads, width) in the dtype of the pages, on their device.
             values: likewise.
         """
         tokens = torch.arange(start, start + len(keys))
         slots = block_ids[tokens // self.block_tokens] * self.block_tokens + tokens % self.block_tokens
-        _write(self._layer, keys, values, self._layer.kv_cache, slots)
+        _write(self._layer, keys, values, self._layer.kv_cache, slots.to(self.device))
 
 
 class PageOrder:
@@ -73,7 +73,7 @@ class PageOrder:
             UnknownPages: a backend whose pages are not blocks of heads, or that changes what it stores.
         """
         cache = layer.kv_cache
-        self.dtype = cache.dtype
+        self.dtype, self.device = cache.dtype, cache.device
         if cache.ndim != 4 or self.dtype.itemsize not in _BITS:
             raise UnknownPages(
                 f"pages of shape {tuple(cache.shape)}: expected (blocks, heads, tokens, 2 · width)"
@@ -90,7 +90,7 @@ class PageOrder:
 
     def read(self, cache: Tensor, blocks: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Of the tokens of some blocks in a row, start:stop; each (1, n_heads, stop − start, width)."""
-        flat = cache[blocks].view(len(blocks), self.n_heads, -1)
+        flat = cache[blocks.to(self.device)].reshape(len(blocks), self.n_heads, -1)
         found = []
         for order in (self._keys, self._values):
             entries = flat.index_select(2, order).view(
@@ -108,10 +108,10 @@ class PageOrder:
         nothing = torch.zeros_like(by_token)
         found = []
         for keys, values in ((by_token, nothing), (nothing, by_token)):
-            page = torch.zeros(1, self.n_heads, self.block_tokens, 2 * self.width, dtype=self.dtype)
-            _write(layer, keys, values, page, torch.arange(self.block_tokens))
+            page = self._scratch(1)
+            _write(layer, keys, values, page, torch.arange(self.block_tokens, device=self.device))
             codes = page[0, 0].flatten().view(bits).long()
-            places = torch.full((n + 1,), -1, dtype=torch.long)
+            places = torch.full((n + 1,), -1, dtype=torch.long, device=self.device)
             held = (codes > 0) & (codes <= n)
             places[codes[held]] = held.nonzero().flatten()
             if bool((places[1:] < 0).any()):
@@ -126,7 +126,12 @@ class PageOrder:
             raise UnknownPages(
                 f"a page of {n} entries a head has more than {self.dtype} has numbers: use smaller blocks"
             )
-        return torch.arange(1, n + 1, dtype=_BITS[self.dtype.itemsize]).view(self.dtype)
+        numbers = torch.arange(1, n + 1, dtype=_BITS[self.dtype.itemsize], device=self.device)
+        return numbers.view(self.dtype)
+
+    def _scratch(self, n_blocks: int) -> Tensor:
+        shape = (n_blocks, self.n_heads, self.block_tokens, 2 * self.width)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def _prove(self, layer: Any) -> None:
         """Read back what was written into three pages, out of order, some of it only in part.
@@ -137,14 +142,16 @@ class PageOrder:
         generator = torch.Generator().manual_seed(0)
         n = 2 * self.block_tokens + self.block_tokens // 2 + 1
         keys, values = (
-            torch.randn(n, self.n_heads, self.width, generator=generator).to(self.dtype) for _ in range(2)
+            torch.randn(n, self.n_heads, self.width, generator=generator).to(self.device, self.dtype)
+            for _ in range(2)
         )
-        cache = torch.zeros(4, self.n_heads, self.block_tokens, 2 * self.width, dtype=self.dtype)
+        cache = self._scratch(4)
         blocks = torch.tensor([2, 0, 3])
         tokens = torch.arange(n)
         slots = blocks[tokens // self.block_tokens] * self.block_tokens + tokens % self.block_tokens
         for part in (slice(0, 5), slice(5, n)):
-            _write(layer, keys[part].contiguous(), values[part].contiguous(), cache, slots[part])
+            own = slots[part].to(self.device)
+            _write(layer, keys[part].contiguous(), values[part].contiguous(), cache, own)
         for written, read in zip((keys, values), self.read(cache, blocks, 0, n), strict=True):
             if not torch.equal(written, read[0].transpose(0, 1)):
                 raise UnknownPages("pages do not read back as they were written")

@@ -65,7 +65,8 @@ class Publisher:
         n_runs_before = sum(1 for start in group.runs if start < publish.start)
         _, files = group.runs.setdefault(publish.start, (publish.stop, [None] * len(self._pages)))
         block_ids = torch.tensor(publish.block_ids, dtype=torch.long)
-        keys, values = self._pages[layer].read(block_ids, publish.start, publish.stop)
+        pair = self._pages[layer].read(block_ids, publish.start, publish.stop)
+        keys, values = (part.cpu() for part in pair)
         n_bytes = 2 * keys.numel() * keys.element_size()
         with self._lock:
             self._pending_bytes += n_bytes

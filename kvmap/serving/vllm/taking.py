@@ -108,7 +108,7 @@ class Taker:
             return 0
         first = max(start, min(parts.mapper.native_head, stop))
         native = self._native(take, block_ids, first)
-        dtype = parts.pages[0].dtype
+        dtype, device = parts.pages[0].dtype, parts.pages[0].device
         rotations = take.manifest.rotations, parts.facts.rotations
         columns = ColumnMap(mapper, parts.mapper.rope, *rotations, dtype)
         for run in loaded.runs:
@@ -117,8 +117,8 @@ class Taker:
                 end = min(at + self._settings.chunk_tokens, high)
                 cut = slice(at - run.start, end - run.start)
                 mapped = columns.map(
-                    [key[:, :, cut] for key in run.keys],
-                    [value[:, :, cut] for value in run.values],
+                    [key[:, :, cut].to(device) for key in run.keys],
+                    [value[:, :, cut].to(device) for value in run.values],
                     at,
                     [
                         (k[:, :, at - start : end - start], v[:, :, at - start : end - start])
@@ -143,7 +143,8 @@ class Taker:
         if first == start and n_layers == 0:
             return []
         stop = len(take.token_ids) if n_layers else first
-        token_ids = torch.tensor(take.token_ids[start:stop], dtype=torch.long)
+        device = self._parts.pages[0].device
+        token_ids = torch.tensor(take.token_ids[start:stop], dtype=torch.long, device=device)
 
         def past(layer: int) -> tuple[Tensor, Tensor]:
             return self._parts.pages[layer].read(block_ids, 0, start)
@@ -172,8 +173,9 @@ class Taker:
 
     def _write_layer(self, layer: int, block_ids: Tensor, at: int, keys: Tensor, values: Tensor) -> None:
         """(1, n_kv_heads, tokens, width) as a request's tokens from `at` on."""
-        by_token = [part[0].transpose(0, 1).contiguous() for part in (keys, values)]
-        self._parts.pages[layer].write(block_ids, at, *by_token)
+        pages = self._parts.pages[layer]
+        by_token = [part[0].transpose(0, 1).contiguous().to(pages.device) for part in (keys, values)]
+        pages.write(block_ids, at, *by_token)
 
 
 def _check_filled(loaded: LoadedCache) -> None:

@@ -174,7 +174,8 @@ class WorkerSide:
     def _taker(self, facts: EngineFacts, pages: list[LayerPages]) -> Taker | None:
         if self._settings.mapper is None:
             return None
-        parts = TargetParts(facts, engine_mapper(self._settings), pages, self._native_layers)
+        mapper = engine_mapper(self._settings).to(pages[0].device)
+        parts = TargetParts(facts, mapper, pages, self._native_layers)
         return Taker(parts, self._loader, self._settings)
 
     def _model_found(self) -> nn.Module:
