@@ -46,9 +46,10 @@ def main() -> None:
         for judges, confidence, threshold in product(JUDGES, CONFIDENCES, THRESHOLDS)
     }
     found = [
-        {"judged_by": judges, "confidence": confidence, "min_retention": threshold, **row}
+        {"cases": cases, "judged_by": judges, "confidence": confidence, "min_retention": threshold, **row}
         for (judges, confidence, threshold), of_one in judged.items()
-        for row in rates(of_one, threshold).rows()
+        for cases, part in (("shipped", of_one[_shipped(of_one)]), ("all", of_one))
+        for row in rates(part, threshold).rows()
     ]
     usual = {judges: judged[judges, Rules().confidence, Rules().min_retention] for judges in JUDGES}
     table = pd.concat([usual[judges].assign(judged_by=judges) for judges in JUDGES])
@@ -60,8 +61,12 @@ def main() -> None:
         rates=pd.DataFrame(found),
         prompts=prompts,
     )
-    elsewhere = usual["any"][~usual["any"]["pair"].str.startswith(SHIPPED_FAMILY)]
+    elsewhere = usual["any"][~_shipped(usual["any"])]
     _figure(usual["own"], elsewhere, prompts, HERE / "figure.png")
+
+
+def _shipped(table: pd.DataFrame) -> pd.Series[bool]:
+    return table["pair"].str.startswith(SHIPPED_FAMILY)
 
 
 def _judged(evidence: Evidence, judges: str, rules: Rules) -> pd.DataFrame:
@@ -112,7 +117,7 @@ def _figure(judged: pd.DataFrame, elsewhere: pd.DataFrame, prompts: pd.DataFrame
         figure, axes = plt.subplots(
             1, 2, figsize=(2 * COLUMN_WIDTH_INCHES, COLUMN_WIDTH_INCHES), layout="constrained", sharey=True
         )
-        shipped = prompts["pair"].str.startswith(SHIPPED_FAMILY)
+        shipped = _shipped(prompts)
         _panel(axes[0], judged, elsewhere, "predicted")
         _panel(axes[1], prompts[shipped], prompts[~shipped], "agreement")
         axes[0].set_title("by recorded cases of other pairs of the family")

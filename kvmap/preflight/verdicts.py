@@ -11,8 +11,9 @@ from kvmap.preflight.measures import CANARY_TOKENS
 from kvmap.preflight.rules import FAIL, PASS, Judgement, Rules, is_exact
 
 NO_CASES = (
-    "no cases of this family (pairs with this tokenizer): record some and name them in preflight.evidence, "
-    "or extrapolate from other families with preflight.family=any"
+    "no cases of this family (pairs with this tokenizer): give prompts without answers, which need none "
+    "(preflight.prompts.paths), record cases and name them in preflight.evidence, or extrapolate from other "
+    "families with preflight.family=any"
 )
 
 CANARY_MULTIPLE = 4.0
