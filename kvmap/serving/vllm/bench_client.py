@@ -1,6 +1,6 @@
-"""vLLM's benchmark client as a command: what `vllm bench serve` is, also where the package has another name.
+"""vLLM's benchmark client as a command: `vllm bench serve`, also where the package has another name.
 
-The command `vllm` asks for the version of a package of that name, and builds for the CPU are called otherwise.
+The command `vllm` asks for the version of a package of that name; builds for the CPU are called otherwise.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvmap.errors import KvmapError
 from kvmap.serving.asking import Asked, BadAsking, read_asked
 from kvmap.serving.compatibility import EngineFacts, Incompatible, check_mapper
-from kvmap.serving.keys import namespace
+from kvmap.serving.keys import BLOCK_TOKENS, namespace
 from kvmap.serving.outcome import FIELD, Outcome, Published, refused
 from kvmap.serving.store import SharedFolder
 from kvmap.serving.vllm.claiming import Claim, Claims, Search, unservable
@@ -157,6 +157,8 @@ class SchedulerSide:
     def _begin_publication(self, tracked: _Tracked) -> None:
         request = tracked.request
         reason = unservable(request) if self._no_publishing is None else str(self._no_publishing)
+        if reason is None and request.num_prompt_tokens < BLOCK_TOKENS:
+            reason = f"{request.num_prompt_tokens} tokens: caches are found by blocks of {BLOCK_TOKENS}"
         if reason is not None:
             tracked.published = Published(0, reason=reason)
         elif tracked.asked.publish:

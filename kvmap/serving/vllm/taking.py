@@ -13,6 +13,7 @@ from torch import Tensor
 from kvmap.errors import KvmapError
 from kvmap.serving.compatibility import EngineFacts, Incompatible, check_published, is_exact_copy
 from kvmap.serving.vllm.filling import ColumnMap
+from kvmap.serving.vllm.heads import KeptHeads
 from kvmap.serving.vllm.loading import LoadedCache, LoadedRun, Loader, LoadFailed, Loading
 from kvmap.serving.vllm.mapper_files import EngineMapper
 from kvmap.serving.vllm.messages import Take, Taken
@@ -46,6 +47,7 @@ class Taker:
     def __init__(self, parts: TargetParts, loader: Loader, settings: Settings) -> None:
         """Args: the engine's parts; what reads from the store; and the connector's settings."""
         self._parts, self._loader, self._settings = parts, loader, settings
+        self._heads = KeptHeads()
         self._jobs: dict[str, tuple[Take, Loading]] = {}
 
     def start(self, take: Take) -> None:
@@ -140,20 +142,31 @@ class Taker:
             Keys and values of its native layers from token `take.n_own` on.
         """
         n_layers, start = self._parts.mapper.mapper.native_layers, take.n_own
-        if first == start and n_layers == 0:
+        head = take.token_ids[start:first]
+        kept = self._heads.get(head) if start == 0 and head else None
+        n_first = 0 if kept is not None else len(head)
+        for layer, (keys, values) in enumerate(kept or ()):
+            self._write_layer(layer, block_ids, 0, keys, values)
+        if n_first == 0 and n_layers == 0:
             return []
-        stop = len(take.token_ids) if n_layers else first
-        device = self._parts.pages[0].device
-        token_ids = torch.tensor(take.token_ids[start:stop], dtype=torch.long, device=device)
+        token_ids = take.token_ids[start:] if n_layers else head
+        below, above = self._run_native(token_ids, block_ids, start, n_first, n_layers)
+        for layer, (keys, values) in enumerate([*below, *above]):
+            self._write_layer(layer, block_ids, start, keys, values)
+        if start == 0 and n_first:
+            self._heads.put(head, [*below, *above])
+        return below
+
+    def _run_native(
+        self, token_ids: tuple[int, ...], block_ids: Tensor, start: int, n_first: int, n_layers: int
+    ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+        """See `NativeLayers.run`; tokens before `start` are read from the pages."""
 
         def past(layer: int) -> tuple[Tensor, Tensor]:
             return self._parts.pages[layer].read(block_ids, 0, start)
 
-        native = self._parts.native()
-        below, above = native.run(token_ids, start, first - start, n_layers, past if start else None)
-        for layer, (keys, values) in enumerate([*below, *above]):
-            self._write_layer(layer, block_ids, start, keys, values)
-        return below
+        ids = torch.tensor(token_ids, dtype=torch.long, device=self._parts.pages[0].device)
+        return self._parts.native().run(ids, start, n_first, n_layers, past if start else None)
 
     def _write(
         self,

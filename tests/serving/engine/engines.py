@@ -120,6 +120,12 @@ def part_of(storage: Path, prompt: Prompt, run: int, layer: int) -> Path:
     return storage / "parts" / manifest_of(storage, prompt)[1].group / part_name(run, layer)
 
 
+def last_part_of(storage: Path, prompt: Prompt, layer: int) -> Path:
+    """Of its last tokens, which no prefix that a target has kept reaches."""
+    runs = [path for run in range(len(prompt)) if (path := part_of(storage, prompt, run, layer)).exists()]
+    return runs[-1]
+
+
 def rewrite_manifest(path: Path, **changed: Any) -> None:
     """Change fields of a manifest's JSON and leave its checksum as it was."""
     first, _, text = path.read_text().partition("\n")

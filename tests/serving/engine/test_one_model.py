@@ -16,7 +16,15 @@ from kvmap.mappers.store import identity_record, save_mapper
 from kvmap.models.load import read_geometry, read_identity
 from kvmap.models.spec import ModelSpec
 from kvmap.zoo import weights_folder
-from tests.serving.engine.engines import Engine, Prompt, manifest_of, part_of, rewrite_manifest, running
+from tests.serving.engine.engines import (
+    Engine,
+    Prompt,
+    last_part_of,
+    manifest_of,
+    part_of,
+    rewrite_manifest,
+    running,
+)
 from tests.serving.engine.prompts import zoo_prompts
 
 MODEL = "tiny-large"
@@ -149,14 +157,14 @@ def no_part(storage: Path, prompt: Prompt) -> None:
 
 
 def changed_part(storage: Path, prompt: Prompt) -> None:
-    path = part_of(storage, prompt, 0, 2)
+    path = last_part_of(storage, prompt, 2)
     data = bytearray(path.read_bytes())
     data[-9] ^= 0x40
     path.write_bytes(data)
 
 
 def swapped_parts(storage: Path, prompt: Prompt) -> None:
-    a, b = part_of(storage, prompt, 0, 1), part_of(storage, prompt, 0, 4)
+    a, b = last_part_of(storage, prompt, 1), last_part_of(storage, prompt, 4)
     first, second = a.read_bytes(), b.read_bytes()
     a.write_bytes(second)
     b.write_bytes(first)
