@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,24 +84,58 @@ class NativeLayers:
             Each (1, n_kv_heads, tokens, width), rotated as the engine rotates. None above if `n_first` is 0.
         """
         positions = torch.arange(start, start + len(token_ids), device=token_ids.device)
-        hidden, residual = self.embed(token_ids), None
+        state = _State(positions, self.embed(token_ids), None)
         below: list[tuple[Tensor, Tensor]] = []
         above: list[tuple[Tensor, Tensor]] = []
-        for number, (layer, attention) in enumerate(zip(self._layers, self._attentions, strict=True)):
-            if number == n_layers:
+        for number in range(len(self._layers) if n_first else n_layers):
+            before = None if past is None else past(number)
+            if number >= n_layers - 1:
+                if number == n_layers - 1:
+                    # of all tokens no more than this layer's keys and values is wanted
+                    below.append(self._run_layer(number, state, before, leaves=True)[1])
+                state = state.first(n_first)
                 if n_first == 0:
                     break
-                hidden, positions = hidden[:n_first], positions[:n_first]
-                residual = None if residual is None else residual[:n_first]
-            attention.past = None if past is None else past(number)
-            output = layer(positions, hidden, residual)
-            if not (isinstance(output, tuple) and len(output) == 2):
-                raise UnknownDecoder(
-                    f"layer {number} gives {type(output).__name__}: expected hidden states and residual"
-                )
-            hidden, residual = output
-            (below if number < n_layers else above).append(attention.take())
+            following, pair = self._run_layer(number, state, before, leaves=False)
+            state = following
+            if number < n_layers - 1:
+                below.append(pair)
+            elif number >= n_layers:
+                above.append(pair)
         return below, above
+
+    def _run_layer(
+        self, number: int, state: _State, past: tuple[Tensor, Tensor] | None, leaves: bool
+    ) -> tuple[_State, tuple[Tensor, Tensor]]:
+        """What comes behind a layer, and its keys and values; with `leaves` it ends at its attention."""
+        attention = self._attentions[number]
+        attention.past, attention.leaves = past, leaves
+        try:
+            output = self._layers[number](state.positions, state.hidden, state.residual)
+        except _Left:
+            return state, attention.take()
+        if not (isinstance(output, tuple) and len(output) == 2):
+            raise UnknownDecoder(
+                f"layer {number} gives {type(output).__name__}: expected hidden states and residual"
+            )
+        return _State(state.positions, *output), attention.take()
+
+
+@dataclass(frozen=True, eq=False)
+class _State:
+    """Some tokens between two layers: positions (tokens,), hidden states and residual (tokens, hidden_size)."""
+
+    positions: Tensor
+    hidden: Tensor
+    residual: Tensor | None
+
+    def first(self, n: int) -> _State:
+        residual = None if self.residual is None else self.residual[:n]
+        return _State(self.positions[:n], self.hidden[:n], residual)
+
+
+class _Left(Exception):
+    """Leaves a layer whose keys and values are known. Not an error; never seen from outside."""
 
 
 class _NotingAttention(nn.Module):
@@ -116,6 +151,7 @@ class _NotingAttention(nn.Module):
         ):
             raise UnknownDecoder("attention with a soft cap or with sinks cannot be run beside the engine")
         self.past: tuple[Tensor, Tensor] | None = None
+        self.leaves = False
         self._held: tuple[Tensor, Tensor] | None = None
 
     def take(self) -> tuple[Tensor, Tensor]:
@@ -129,6 +165,8 @@ class _NotingAttention(nn.Module):
         q = query.view(n, self.n_heads, self.width).transpose(0, 1).unsqueeze(0)
         k, v = (x.reshape(n, self.n_kv_heads, self.width).transpose(0, 1).unsqueeze(0) for x in (key, value))
         self._held = (k.contiguous(), v.contiguous())
+        if self.leaves:
+            raise _Left
         mask = None
         if self.past is not None:
             n_past = self.past[0].shape[2]

@@ -113,6 +113,9 @@ def _forgetful(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def test_answers_are_those_of_the_hand_off_in_memory(pair: Pair, target: Target) -> None:
     answers = target.engine.run(pair.prompts, N, TAKE)
+    # the second time, first tokens are known
+    again = target.engine.run(pair.prompts, N, TAKE)
+    assert [answer.tokens for answer in again] == [answer.tokens for answer in answers]
     for answer, prompt in zip(answers, pair.prompts, strict=True):
         assert answer.tokens == pair.expected(target.mapper, prompt, target.hold_back, target.native_head)
         assert answer.record["n_native_head"] == target.native_head
