@@ -123,7 +123,7 @@ class NativeLayers:
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """Some tokens between two layers: positions (tokens,), hidden states and residual (tokens, hidden_size)."""
+    """Some tokens between two layers: positions (tokens,), hidden states and residual (tokens, hidden)."""
 
     positions: Tensor
     hidden: Tensor
