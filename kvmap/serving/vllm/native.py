@@ -87,29 +87,27 @@ class NativeLayers:
         state = _State(positions, self.embed(token_ids), None)
         below: list[tuple[Tensor, Tensor]] = []
         above: list[tuple[Tensor, Tensor]] = []
-        for number in range(len(self._layers) if n_first else n_layers):
-            before = None if past is None else past(number)
-            if number >= n_layers - 1:
-                if number == n_layers - 1:
-                    # of all tokens no more than this layer's keys and values is wanted
-                    below.append(self._run_layer(number, state, before, leaves=True)[1])
-                state = state.first(n_first)
-                if n_first == 0:
-                    break
-            following, pair = self._run_layer(number, state, before, leaves=False)
-            state = following
-            if number < n_layers - 1:
-                below.append(pair)
-            elif number >= n_layers:
+        for number in range(n_layers):
+            # of the last of them no more than keys and values is wanted
+            is_last = number == n_layers - 1
+            following, pair = self._run_layer(number, state, past, leaves=is_last)
+            below.append(pair)
+            state = state if is_last else following
+        if n_first == 0:
+            return below, above
+        state = state.first(n_first)
+        for number in range(max(n_layers - 1, 0), len(self._layers)):
+            state, pair = self._run_layer(number, state, past, leaves=False)
+            if number >= n_layers:
                 above.append(pair)
         return below, above
 
     def _run_layer(
-        self, number: int, state: _State, past: tuple[Tensor, Tensor] | None, leaves: bool
+        self, number: int, state: _State, past: Past | None, leaves: bool
     ) -> tuple[_State, tuple[Tensor, Tensor]]:
         """What comes behind a layer, and its keys and values; with `leaves` it ends at its attention."""
         attention = self._attentions[number]
-        attention.past, attention.leaves = past, leaves
+        attention.past, attention.leaves = None if past is None else past(number), leaves
         try:
             output = self._layers[number](state.positions, state.hidden, state.residual)
         except _Left:
