@@ -60,6 +60,7 @@ def main() -> None:
         judged=table.drop(columns="reason"),
         rates=pd.DataFrame(found),
         prompts=prompts,
+        agreement=_agreement(prompts),
     )
     elsewhere = usual["any"][~_shipped(usual["any"])]
     _figure(usual["own"], elsewhere, prompts, HERE / "figure.png")
@@ -90,6 +91,15 @@ def _by_prompts(evidence: Evidence) -> pd.DataFrame:
             bounds = {"agreement": found.value, "low": found.low, "high": found.high}
             rows.append({name: case[name] for name in ("pair", "seed", "mapper", "true")} | bounds)
     return pd.DataFrame(rows)
+
+
+def _agreement(prompts: pd.DataFrame) -> pd.DataFrame:
+    """How far the agreement of the shipped cases lies from what was kept, by map; r over pairs and maps."""
+    own = prompts[_shipped(prompts)]
+    error = own["agreement"] - own["true"]
+    by_map = pd.DataFrame({"mean_difference": error, "mean_error": error.abs()}).groupby(own["mapper"]).mean()
+    means = own.groupby(["pair", "mapper"])[["agreement", "true"]].mean()
+    return by_map.assign(r_over_pairs_and_maps=means["agreement"].corr(means["true"])).reset_index()
 
 
 def _by_mapper(evidence: Evidence) -> pd.DataFrame:

@@ -28,7 +28,7 @@ TARGET = replace(SOURCE, name="large", weights="x" * 64)
 
 def facts(identity: ModelIdentity = TARGET, **other: object) -> EngineFacts:
     known = EngineFacts(identity, SHAPE, ("default", "default", None), ROTATIONS, "float32", 32)
-    return replace(known, **other)  # type: ignore[arg-type]
+    return replace(known, **other)
 
 
 def mapper(source: ModelIdentity = SOURCE, target: ModelIdentity = TARGET) -> Mapper:

@@ -93,8 +93,6 @@ def test_numbers_that_are_not_finite_are_counted() -> None:
     keys[0][0, 0, 3, 0] = float("nan")
     columns = ColumnMap(mapper, "strip", source.rotations, target.rotations, torch.float32)
     read = any(
-        slot.layer == 0
-        for product in mapper.cache_map().products["key"].values()
-        for slot in product.slots  # type: ignore[union-attr]
+        slot.layer == 0 for product in mapper.cache_map().products["key"].values() for slot in product.slots
     )
     assert (columns.map(keys, list(source.values), 0).n_bad > 0) == read

@@ -15,6 +15,7 @@ NEEDED = ("fastapi", "uvicorn", "httpx", "prometheus_client", "openai", "hypothe
 MISSING = [package for package in NEEDED if importlib.util.find_spec(package) is None]
 
 if not MISSING:
+    # pytest finds fixtures by their names in this file; nothing here calls them
     from tests.serving.gateway.fixtures import engines, gateway, source, started_engines, target  # noqa: F401
 
 

@@ -47,7 +47,7 @@ def test_entropy_of_the_likeliest_is_no_more_than_that_of_all(weights: list[floa
 def test_every_measure_is_a_number_from_0_to_1(tokens: list[tuple[float, list[float]]]) -> None:
     odds = [TokenOdds(taken, tuple(top)) for taken, top in tokens]
     for measure in ("mean", "first", "entropy"):
-        found = confidence(measure, odds)  # type: ignore[arg-type]
+        found = confidence(measure, odds)
         assert found is not None
         assert 0 <= found <= 1
 

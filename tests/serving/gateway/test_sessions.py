@@ -24,7 +24,7 @@ class Clock:
 
 
 def sessions(max_sessions: int = 2, ttl_seconds: float = 10.0) -> tuple[Sessions, Clock, list[str]]:
-    clock, forgotten = Clock(), []  # type: ignore[var-annotated]
+    clock, forgotten = Clock(), []
     settings = SessionSettings(max_sessions=max_sessions, ttl_seconds=ttl_seconds)
     return Sessions(settings, clock, forgotten.append), clock, forgotten
 

@@ -79,7 +79,7 @@ class TestWhatTheClientSees:
         client = gateway().client()
         chunks = list(client.completions.create(model="kvmap", prompt="one", max_tokens=9, stream=True))
         assert "".join(chunk.choices[0].text for chunk in chunks) == "small says yes."
-        assert chunks[-1].model_extra["kvmap"]["answered_by"] == "source"  # type: ignore[index]
+        assert chunks[-1].model_extra["kvmap"]["answered_by"] == "source"
 
     def test_headers_say_who_answers(self, gateway: Start) -> None:
         body = {"messages": [{"role": "user", "content": "a"}], "stream": True}
@@ -218,7 +218,7 @@ class TestClientsThatGo:
             chunks = say(running, "hello", stream=True, **wish(escalate=True))
             next(iter(chunks))
             chunks.close()
-        pool = running.gateway.engines["target"]._client._transport._pool  # type: ignore[attr-defined]
+        pool = running.gateway.engines["target"]._client._transport._pool
         assert eventually(lambda: all(connection.is_idle() for connection in pool.connections))
         assert eventually(lambda: target.aborted == 5)
 
