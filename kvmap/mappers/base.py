@@ -127,6 +127,14 @@ class Mapper(ABC):
         """
         return None
 
+    def needs(self, layer: int) -> int:
+        """How many of the source's first layers have to be there for a target layer to be mapped.
+
+        All of them, for a kind that does not say more.
+        """
+        cache_map = self.cache_map()
+        return len(self.source_shape) if cache_map is None else cache_map.needs(layer) + 1
+
     @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Everything but tensors, as JSON can hold it; `from_state` takes it back."""

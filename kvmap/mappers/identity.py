@@ -41,6 +41,10 @@ class IdentityMapper(Mapper):
         """See `Mapper.map_layer`."""
         return keys[layer], values[layer]
 
+    def needs(self, layer: int) -> int:
+        """See `Mapper.needs`."""
+        return layer + 1
+
     def linear_weights(self) -> LinearWeights:
         """The same map as explicit weights, for `kvmap.fit.linear.r2_of`."""
         selection = tuple((layer,) for layer in range(len(self.target_shape)))

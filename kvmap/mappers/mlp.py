@@ -93,6 +93,13 @@ class MLPMapper(Mapper):
         key, value = (self._map_kind(kind, layer, caches) for kind in KINDS)
         return key, value
 
+    def needs(self, layer: int) -> int:
+        """See `Mapper.needs`."""
+        slots = (
+            slot for recipe in self.recipes.values() for kind in KINDS for slot in recipe.sources(kind, layer)
+        )
+        return max((number + 1 for origin, _, number in slots if origin == "source"), default=0)
+
     def _map_kind(self, kind: str, layer: int, caches: tuple[Sequence[Tensor], ...]) -> Tensor:
         batch, _, tokens, _ = next(tensors[0] for tensors in caches if tensors).shape
         heads, width = self.target_shape[layer]

@@ -45,6 +45,10 @@ class RawMapper(Mapper):
         """See `Mapper.map_layer`."""
         return keys[self.layers[layer]], values[self.layers[layer]]
 
+    def needs(self, layer: int) -> int:
+        """See `Mapper.needs`."""
+        return self.layers[layer] + 1
+
     def linear_weights(self) -> LinearWeights:
         """The same map as explicit weights, for `kvmap.fit.linear.r2_of`."""
         selection = tuple((layer,) for layer in self.layers)

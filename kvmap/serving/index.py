@@ -1,26 +1,29 @@
-"""The longest published prefix of a prompt."""
+"""The longest prefix of a prompt that is published, or being written."""
 
 from __future__ import annotations
 
-import json
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvmap.errors import KvmapError
 from kvmap.serving.keys import BLOCK_TOKENS, block_keys, common_length
-from kvmap.serving.manifest import Manifest, read_manifest
+from kvmap.serving.manifest import Manifest, read_announcement, read_manifest
 from kvmap.serving.store import Listed, Store
 
 _log = logging.getLogger(__name__)
 
 _TRIED_AT_A_KEY = 16
 
+#: a writer that has given no sign of life for so long is taken for dead
+ALIVE_SECONDS = 5.0
+
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A published cache and how many of its first tokens a prompt begins with."""
+    """A cache and how many of its first tokens a prompt begins with."""
 
     manifest: Manifest
     n_tokens: int
@@ -96,19 +99,59 @@ class PrefixIndex:
             self._by_key[block][entry.key] = None
 
 
-def announcement_text(namespace: str, token_ids: Sequence[int]) -> str:
-    """What a source says of a cache that it is about to write."""
-    return json.dumps({"keys": block_keys(namespace, token_ids)})
+class Announcements:
+    """What sources are writing, as long as they give signs of life.
 
+    Whether one does is told by its announcement's stamp alone, which changes, and by this process' clock: the
+    storage may have another.
+    """
 
-def announced_length(store: Store, namespace: str, token_ids: Sequence[int]) -> int:
-    """Of the prompt's first tokens, how many are being written by some source, in full blocks."""
-    mine = block_keys(namespace, token_ids)
-    longest = 0
-    for text in store.announcements().values():
+    def __init__(self, store: Store) -> None:
+        """Args: the store."""
+        self._store = store
+        self._known: dict[str, _Announced] = {}
+
+    def longest(self, namespace: str, token_ids: Sequence[int]) -> Match | None:
+        """The cache that will have most of the prompt's first tokens; None where none will have a block.
+
+        Raises:
+            StoreError, OSError: the store cannot be listed.
+        """
+        self._refresh()
+        oldest = time.monotonic() - ALIVE_SECONDS
+        best: Match | None = None
+        for announced in self._known.values():
+            manifest = announced.manifest
+            if manifest is None or manifest.namespace != namespace or announced.seen < oldest:
+                continue
+            length = common_length(manifest.token_ids, tuple(token_ids))
+            if length >= BLOCK_TOKENS and (best is None or length > best.n_tokens):
+                best = Match(manifest, length)
+        return best
+
+    def _refresh(self) -> None:
+        listed = {entry.key: entry.stamp for entry in self._store.announcements()}
+        known, now = self._known, time.monotonic()
+        self._known = {}
+        for group, stamp in listed.items():
+            before = known.get(group)
+            if before is None:
+                before = _Announced(stamp, now, self._read(group))
+            self._known[group] = before if before.stamp == stamp else replace(before, stamp=stamp, seen=now)
+
+    def _read(self, group: str) -> Manifest | None:
         try:
-            theirs = json.loads(text)["keys"]
-            longest = max(longest, common_length(mine, theirs))
-        except (ValueError, KeyError, TypeError):
-            continue
-    return longest * BLOCK_TOKENS
+            text = self._store.get_announcement(group)
+            return None if text is None else read_announcement(text)
+        except (KvmapError, OSError) as error:
+            _log.warning("what is announced as %s is left alone: %s", group, error)
+            return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Announced:
+    """Attributes: the last stamp, when it was new to this process, and of what; None: it cannot be read."""
+
+    stamp: int
+    seen: float
+    manifest: Manifest | None

@@ -1,4 +1,4 @@
-"""What a published cache consists of, as its manifest says."""
+"""What a published cache consists of, as its manifest says; and before, while it is being written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvmap.models.identity import ModelIdentity
 from kvmap.models.rope import Rotation
 from kvmap.serving.keys import BLOCK_TOKENS, block_keys, whole_key
 
-FORMAT, SCHEMA_VERSION = "kvmap-published-cache", 1
+FORMAT, SCHEMA_VERSION = "kvmap-published-cache", 2
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class PartFile:
     """One layer over one run of tokens.
 
     Attributes:
-        sha256: of the file's bytes.
+        sha256: of the bytes of its keys and values.
         n_bytes: of the file.
     """
 
@@ -44,7 +44,9 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """A cache that lies complete on the storage. Positions are 0 … n_tokens − 1, without padding.
+    """A cache that lies complete on the storage, or is being written there.
+
+    Positions are 0 … n_tokens − 1, without padding.
 
     Attributes:
         namespace: of `kvmap.serving.keys.namespace`.
@@ -54,7 +56,7 @@ class Manifest:
         shape: (n_kv_heads, head_dim) of each layer.
         dtype: of keys and values, as "bfloat16".
         rotations: what each layer's keys carry; None for a layer that has no rotation.
-        runs: by token, first to last, without gaps.
+        runs: by token, first to last, without gaps; none while it is being written, when only its parts know.
         seconds: from the first page copied to the manifest.
     """
 
@@ -65,8 +67,13 @@ class Manifest:
     shape: CacheShape
     dtype: str
     rotations: tuple[Rotation | None, ...]
-    runs: tuple[Run, ...]
-    seconds: float
+    runs: tuple[Run, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it lies complete on the storage."""
+        return bool(self.runs)
 
     @property
     def key(self) -> str:
@@ -105,11 +112,29 @@ def manifest_text(manifest: Manifest) -> str:
 
 
 def read_manifest(text: str) -> Manifest:
-    """Inverse of `manifest_text`.
+    """Inverse of `manifest_text`, of a cache that lies complete on the storage.
 
     Raises:
         ArtifactCorrupt: it was cut or changed, is of another version, or its parts do not fit together.
     """
+    manifest = _read(text)
+    _check_runs(manifest)
+    return manifest
+
+
+def read_announcement(text: str) -> Manifest:
+    """Inverse of `manifest_text`, of a cache that is being written.
+
+    Raises:
+        ArtifactCorrupt: see `read_manifest`; or it names parts.
+    """
+    manifest = _read(text)
+    if manifest.is_written or len(manifest.rotations) != len(manifest.shape):
+        raise ArtifactCorrupt("no announcement: it names parts, or not every layer's rotation")
+    return manifest
+
+
+def _read(text: str) -> Manifest:
     try:
         record = json.loads(text)
         checksum = record.pop("checksum")
@@ -120,11 +145,9 @@ def read_manifest(text: str) -> Manifest:
             )
         if checksum != _digest(record):
             raise ArtifactCorrupt("the manifest was changed after it was written")
-        manifest = _from_record(record)
+        return _from_record(record)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactCorrupt(f"no whole manifest of a published cache: {error!r}") from error
-    _check_runs(manifest)
-    return manifest
 
 
 def rotation_records(rotations: Sequence[Rotation | None]) -> dict[str, Any]:

@@ -45,6 +45,8 @@ class Outcome:
         bytes: read from the source's cache.
         load_seconds: reading and checking it.
         map_seconds: native tokens and layers, map, and writing the pages.
+        wait_seconds: for parts that the source had not written yet; earlier ones were read and mapped
+            meanwhile.
     """
 
     outcome: Status
@@ -58,6 +60,7 @@ class Outcome:
     bytes: int = 0
     load_seconds: float = 0.0
     map_seconds: float = 0.0
+    wait_seconds: float = 0.0
 
     def record(self) -> dict[str, Any]:
         """As JSON can hold it."""

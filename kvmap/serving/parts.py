@@ -1,10 +1,15 @@
-"""One part of a published cache: keys and values of one layer over some tokens, as safetensors bytes."""
+"""One part of a published cache: keys and values of one layer over some tokens, as safetensors bytes.
+
+A part says itself which tokens it holds and what its bytes hash to, so it can be used before the manifest
+that will name it is written.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import struct
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,72 +23,97 @@ DTYPES = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One layer over tokens start:stop.
+
+    Attributes:
+        start, stop: tokens.
+        keys: (1, n_kv_heads, stop − start, head_dim).
+        values: likewise.
+        sha256: of the bytes of keys and values, in hex.
+    """
+
+    start: int
+    stop: int
+    keys: Tensor
+    values: Tensor
+    sha256: str
+
+
 def part_name(part: int, layer: int) -> str:
     """Of a layer in the part-th run of tokens."""
     return f"{part:04d}-{layer:04d}"
 
 
-def part_bytes(keys: Tensor, values: Tensor) -> tuple[list[bytes | memoryview], str, int]:
+def part_bytes(keys: Tensor, values: Tensor, start: int) -> tuple[list[bytes | memoryview], str, int]:
     """A safetensors file of the tensors `keys` and `values`, with nothing copied.
 
     Args:
         keys: (1, n_kv_heads, tokens, head_dim), on the CPU, contiguous.
         values: likewise.
+        start: the first of these tokens.
 
     Returns:
-        The file in pieces, the sha256 of its bytes in hex, and their number.
+        The file in pieces, the sha256 of the bytes of keys and values in hex, and the file's size.
     """
-    shape = list(keys.shape)
-    n_bytes = keys.numel() * keys.element_size()
-    dtype = next(word for word, torch_dtype in DTYPES.values() if torch_dtype == keys.dtype)
-    header = json.dumps(
-        {
-            "keys": {"dtype": dtype, "shape": shape, "data_offsets": [0, n_bytes]},
-            "values": {"dtype": dtype, "shape": shape, "data_offsets": [n_bytes, 2 * n_bytes]},
-        }
-    ).encode()
-    header += b" " * (-len(header) % 8)
-    pieces: list[bytes | memoryview] = [
-        struct.pack("<Q", len(header)) + header,
-        _bytes_of(keys),
-        _bytes_of(values),
-    ]
+    shape = (keys.shape[1], keys.shape[2], keys.shape[3])
+    data = [_bytes_of(keys), _bytes_of(values)]
     digest = hashlib.sha256()
-    for piece in pieces:
+    for piece in data:
         digest.update(piece)
-    return pieces, digest.hexdigest(), 8 + len(header) + 2 * n_bytes
+    dtype = next(name for name, (_, torch_dtype) in DTYPES.items() if torch_dtype == keys.dtype)
+    header = _header(start, shape, dtype, digest.hexdigest())
+    return [header, *data], digest.hexdigest(), len(header) + sum(piece.nbytes for piece in data)
 
 
-def read_part(data: bytearray, sha256: str, shape: tuple[int, int, int], dtype: str) -> tuple[Tensor, Tensor]:
-    """Keys and values, over the memory of `data`.
+def read_part(data: bytearray, layer_shape: tuple[int, int], dtype: str) -> Part:
+    """A part over the memory of `data`.
 
     Args:
         data: the whole file.
-        sha256: what its bytes must hash to.
-        shape: (n_kv_heads, tokens, head_dim) that it must hold.
+        layer_shape: (n_kv_heads, head_dim) that it must hold.
         dtype: a key of `DTYPES`.
 
-    Returns:
-        Each (1, n_kv_heads, tokens, head_dim).
-
     Raises:
-        ArtifactCorrupt: other bytes, shapes or dtypes than the manifest says.
+        ArtifactCorrupt: its bytes are not those that were written, or hold something else.
     """
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise ArtifactCorrupt("the checksum of the part's bytes is not the manifest's: it was cut or changed")
+    try:
+        (length,) = struct.unpack_from("<Q", data)
+        said = json.loads(bytes(data[8 : 8 + length]))["__metadata__"]
+        start, stop, sha256 = int(said["start"]), int(said["stop"]), str(said["sha256"])
+    except (struct.error, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise ArtifactCorrupt(f"no part of a published cache: {error!r}") from error
+    shape = (layer_shape[0], stop - start, layer_shape[1])
+    # all of a header follows from these, so one that was changed anywhere is another one
+    header = _header(start, shape, dtype, sha256)
+    torch_dtype = DTYPES[dtype][1]
+    n = shape[0] * shape[1] * shape[2]
+    if n < 1 or data[: len(header)] != header or len(data) != len(header) + 2 * n * torch_dtype.itemsize:
+        raise ArtifactCorrupt(
+            f"a part that says it holds tokens {start}:{stop} is not one of {layer_shape[0]} heads of width "
+            f"{layer_shape[1]} in {dtype}, or was cut or changed"
+        )
+    if hashlib.sha256(memoryview(data)[len(header) :]).hexdigest() != sha256:
+        raise ArtifactCorrupt(f"the checksum of the part over tokens {start}:{stop} is not that of its bytes")
+    both = torch.frombuffer(data, dtype=torch_dtype, count=2 * n, offset=len(header)).view(2, 1, *shape)
+    return Part(start, stop, both[0], both[1], sha256)
+
+
+def _header(start: int, shape: tuple[int, int, int], dtype: str, sha256: str) -> bytes:
+    """Length and JSON of a safetensors file of (1, *shape) keys, then values."""
     word, torch_dtype = DTYPES[dtype]
-    (length,) = struct.unpack_from("<Q", data)
-    header = json.loads(bytes(data[8 : 8 + length]))
-    found = []
-    for name in ("keys", "values"):
-        entry = header[name]
-        if entry["dtype"] != word or tuple(entry["shape"]) != (1, *shape):
-            raise ArtifactCorrupt(f"{name}: {entry['dtype']} {entry['shape']}, expected {word} {(1, *shape)}")
-        start, stop = entry["data_offsets"]
-        n = (stop - start) // torch_dtype.itemsize
-        whole = torch.frombuffer(data, dtype=torch_dtype, count=n, offset=8 + length + start)
-        found.append(whole.view(1, *shape))
-    return found[0], found[1]
+    n_bytes = shape[0] * shape[1] * shape[2] * torch_dtype.itemsize
+    entry = {"dtype": word, "shape": [1, *shape]}
+    header = json.dumps(
+        {
+            "__metadata__": {"start": str(start), "stop": str(start + shape[1]), "sha256": sha256},
+            "keys": {**entry, "data_offsets": [0, n_bytes]},
+            "values": {**entry, "data_offsets": [n_bytes, 2 * n_bytes]},
+        }
+    ).encode()
+    header += b" " * (-len(header) % 8)
+    return struct.pack("<Q", len(header)) + header
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -22,7 +22,7 @@ from kvmap.files import replacing
 _KEY = re.compile(r"[0-9a-f]{32}")
 _PART = re.compile(r"[0-9]{4}-[0-9]{4}")
 
-#: parts of a writer that has shown no life for so long are removed, and its announcement counts for nothing
+#: what a writer has left that has shown no life for so long is removed
 STALE_SECONDS = 120.0
 
 
@@ -54,7 +54,7 @@ class Store(Protocol):
     """
 
     def put_part(self, group: str, name: str, parts: Sequence[bytes | memoryview]) -> None:
-        """Write one part, the pieces of `parts` one after another."""
+        """Write one part, the pieces of `parts` one after another; it is there whole, or not at all."""
 
     def get_part(self, group: str, name: str, n_bytes: int) -> bytearray:
         """Read one part of exactly this size."""
@@ -72,10 +72,16 @@ class Store(Protocol):
         """Every key that something is published under."""
 
     def announce(self, group: str, text: str) -> None:
-        """Say that a group is being written; said again, that it still is."""
+        """Say that a group is being written, and of what; over when it is published or dropped."""
 
-    def announcements(self) -> dict[str, str]:
-        """By group, what is being written by writers that have lately said so."""
+    def still_writing(self, group: str) -> bool:
+        """Give an announcement a new stamp; False where it is over."""
+
+    def get_announcement(self, group: str) -> str | None:
+        """What was announced of a group; None where it is over."""
+
+    def announcements(self) -> list[Listed]:
+        """Every group that is announced, with the stamp of the writer's last sign of life."""
 
     def drop_group(self, group: str) -> None:
         """Remove a group's parts and its announcement."""
@@ -101,6 +107,20 @@ def checked_part(name: str) -> str:
     if not isinstance(name, str) or not _PART.fullmatch(name):
         raise StoreError(f"part name {name!r}: expected four digits, a dash, and four digits, as 0003-0021")
     return name
+
+
+_WRITING = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+
+
+def _write_all(file: int, parts: Sequence[bytes | memoryview]) -> None:
+    """Few calls: after each, the thread that writes has to get the interpreter back from an engine's loop."""
+    left = [memoryview(part).cast("B") for part in parts]
+    while left:
+        written = os.writev(file, left)
+        while left and written >= left[0].nbytes:
+            written -= left.pop(0).nbytes
+        if left:
+            left[0] = left[0][written:]
 
 
 class SharedFolder:
@@ -136,13 +156,18 @@ class SharedFolder:
 
     def put_part(self, group: str, name: str, parts: Sequence[bytes | memoryview]) -> None:
         """See `Store`."""
-        folder = self._parts / checked_key(group)
-        folder.mkdir(exist_ok=True)
-        with open(folder / checked_part(name), "wb", buffering=0) as file:
-            for part in parts:
-                view = memoryview(part).cast("B")
-                while view:
-                    view = view[file.write(view) :]
+        path = self._parts / checked_key(group) / checked_part(name)
+        temporary = path.with_suffix(".writing")
+        try:
+            file = os.open(temporary, _WRITING)
+        except FileNotFoundError:
+            path.parent.mkdir(exist_ok=True)
+            file = os.open(temporary, _WRITING)
+        try:
+            _write_all(file, parts)
+        finally:
+            os.close(file)
+        os.replace(temporary, path)
 
     def get_part(self, group: str, name: str, n_bytes: int) -> bytearray:
         """See `Store`. Read, not mapped: a file that is cut while it is mapped would end the engine.
@@ -201,15 +226,24 @@ class SharedFolder:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
 
-    def announcements(self) -> dict[str, str]:
+    def still_writing(self, group: str) -> bool:
         """See `Store`."""
-        found = {}
-        now = time.time()
-        for group, stamp, path in self._listed(self._announced):
-            if now - stamp / 1e9 < STALE_SECONDS:
-                with suppress(FileNotFoundError):
-                    found[group] = path.read_text(encoding="utf-8")
-        return found
+        try:
+            os.utime(self._announced / f"{checked_key(group)}.json")
+        except FileNotFoundError:
+            return False
+        return True
+
+    def get_announcement(self, group: str) -> str | None:
+        """See `Store`."""
+        try:
+            return (self._announced / f"{checked_key(group)}.json").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+
+    def announcements(self) -> list[Listed]:
+        """See `Store`."""
+        return [Listed(group, stamp) for group, stamp, _ in self._listed(self._announced)]
 
     def drop_group(self, group: str) -> None:
         """See `Store`."""
@@ -257,14 +291,14 @@ class SharedFolder:
         self._remove_abandoned({group for _, group, _ in held} | {keep})
 
     def _remove_abandoned(self, known: set[str]) -> None:
-        """Parts that no manifest names, and whose writer has shown no life for long."""
+        """Parts that no manifest names, and announcements, whose writer has shown no life for long."""
         oldest = time.time() - STALE_SECONDS
+        alive = {group: stamp / 1e9 for group, stamp, _ in self._listed(self._announced)}
         with os.scandir(self._parts) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):
-                    if (
-                        entry.name not in known
-                        and _KEY.fullmatch(entry.name)
-                        and entry.stat().st_mtime < oldest
-                    ):
-                        self.drop_group(entry.name)
+                if _KEY.fullmatch(entry.name):
+                    with suppress(FileNotFoundError):
+                        alive[entry.name] = max(alive.get(entry.name, 0.0), entry.stat().st_mtime)
+        for group, seconds in alive.items():
+            if group not in known and seconds < oldest:
+                self.drop_group(group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -16,12 +15,12 @@ from safetensors.torch import load
 from kvmap.files import ArtifactCorrupt
 from kvmap.models.rope import same_rotations
 from kvmap.serving import store as store_module
-from kvmap.serving.index import PrefixIndex, announced_length, announcement_text
+from kvmap.serving.index import PrefixIndex
 from kvmap.serving.keys import BLOCK_TOKENS, namespace
 from kvmap.serving.manifest import manifest_text, read_manifest
 from kvmap.serving.parts import part_bytes, part_name, read_part
 from kvmap.serving.store import PartMissing, SharedFolder, StoreError
-from tests.serving.published_caches import ROTATIONS, SOURCE, publish
+from tests.serving.published_caches import ROTATIONS, SOURCE, announce, publish, write_part
 
 KEY, GROUP = "0" * 32, "1" * 32
 IDS = list(range(100, 100 + 5 * BLOCK_TOKENS))
@@ -44,6 +43,8 @@ def test_keys_that_are_not_hex_digits_are_refused(store: SharedFolder, bad: str)
         lambda: store.put_manifest(KEY, "{}", group=bad, n_bytes=1),
         lambda: store.get_manifest(bad),
         lambda: store.announce(bad, "{}"),
+        lambda: store.still_writing(bad),
+        lambda: store.get_announcement(bad),
         lambda: store.drop_group(bad),
     ]
     for call in calls:
@@ -71,18 +72,33 @@ def test_parts_come_back_whole_or_not_at_all(store: SharedFolder) -> None:
 
 def test_a_part_is_a_safetensors_file_of_keys_and_values() -> None:
     keys, values = torch.randn(1, 2, 5, 8).bfloat16(), torch.randn(1, 2, 5, 8).bfloat16()
-    pieces, sha256, n_bytes = part_bytes(keys, values)
+    pieces, sha256, n_bytes = part_bytes(keys, values, 7)
     data = bytearray(b"".join(bytes(piece) for piece in pieces))
     assert len(data) == n_bytes
     plain = load(bytes(data))
     assert torch.equal(plain["keys"], keys)
-    mine = read_part(data, sha256, (2, 5, 8), "bfloat16")
-    assert torch.equal(mine[0], keys)
-    assert torch.equal(mine[1], values)
-    with pytest.raises(ArtifactCorrupt, match="checksum"):
-        read_part(data[:-1] + b"\x01", sha256, (2, 5, 8), "bfloat16")
-    with pytest.raises(ArtifactCorrupt, match="expected"):
-        read_part(data, sha256, (2, 4, 8), "bfloat16")
+    mine = read_part(data, (2, 8), "bfloat16")
+    assert torch.equal(mine.keys, keys)
+    assert torch.equal(mine.values, values)
+    assert (mine.start, mine.stop, mine.sha256) == (7, 12, sha256)
+
+
+def test_a_part_that_is_changed_in_any_byte_or_cut_anywhere_is_refused() -> None:
+    pieces, _, n_bytes = part_bytes(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), 64)
+    data = b"".join(bytes(piece) for piece in pieces)
+    for at in range(n_bytes):
+        changed = bytearray(data)
+        changed[at] ^= 1 << at % 8
+        with pytest.raises(ArtifactCorrupt):
+            read_part(changed, (2, 4), "float32")
+    for n in range(n_bytes):
+        with pytest.raises(ArtifactCorrupt):
+            read_part(bytearray(data[:n]), (2, 4), "float32")
+    with pytest.raises(ArtifactCorrupt):
+        read_part(bytearray(data + b"x"), (2, 4), "float32")
+    for shape, dtype in (((4, 2), "float32"), ((2, 8), "bfloat16"), ((2, 4), "bfloat16")):
+        with pytest.raises(ArtifactCorrupt, match="not one of"):
+            read_part(bytearray(data), shape, dtype)
 
 
 def test_a_manifest_comes_back_as_it_was(store: SharedFolder) -> None:
@@ -194,27 +210,35 @@ def test_writers_at_the_same_time_leave_whole_caches(store: SharedFolder) -> Non
         for number, run in enumerate(manifest.runs):
             for layer, file in enumerate(run.files):
                 data = store.get_part(manifest.group, part_name(number, layer), file.n_bytes)
-                n_heads, width = manifest.shape[layer]
-                read_part(data, file.sha256, (n_heads, run.stop - run.start, width), manifest.dtype)
+                part = read_part(data, manifest.shape[layer], manifest.dtype)
+                assert (part.start, part.stop, part.sha256) == (run.start, run.stop, file.sha256)
 
 
 def test_what_dead_writers_left_is_removed(store: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.put_part(GROUP, "0000-0000", [b"x"])
-    store.announce(GROUP, announcement_text(namespace(SOURCE), IDS))
-    monkeypatch.setattr(store_module, "STALE_SECONDS", -1.0)
+    begun, waiting = announce(store, IDS), announce(store, IDS[1:])
+    write_part(store, begun, 0, 0, 0, 7)
     publish(store, IDS)
-    assert not (store.root / "parts" / GROUP).exists()
-    assert store.announcements() == {}
+    assert {entry.key for entry in store.announcements()} == {begun.group, waiting.group}
+    monkeypatch.setattr(store_module, "STALE_SECONDS", -1.0)
+    publish(store, IDS[2:])
+    assert not (store.root / "parts" / begun.group).exists()
+    assert store.announcements() == []
 
 
-def test_announced_prefixes_are_counted_in_blocks(store: SharedFolder) -> None:
-    name = namespace(SOURCE)
-    store.announce(GROUP, announcement_text(name, [*IDS[: 3 * BLOCK_TOKENS], *[1] * BLOCK_TOKENS]))
-    store.announce("2" * 32, json.dumps({"something": "else"}))
-    assert announced_length(store, name, IDS) == 3 * BLOCK_TOKENS
-    assert announced_length(store, namespace(SOURCE, "salt"), IDS) == 0
-    store.drop_group(GROUP)
-    assert announced_length(store, name, IDS) == 0
+def test_a_part_that_is_being_written_is_not_there(
+    store: SharedFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, replace_file = [], os.replace
+
+    def looked_at(written: Path, path: Path) -> None:
+        assert written.read_bytes() == b"abcd"
+        seen.append(store.part_size(GROUP, "0000-0000"))
+        replace_file(written, path)
+
+    monkeypatch.setattr(store_module.os, "replace", looked_at)
+    store.put_part(GROUP, "0000-0000", [b"ab", b"cd"])
+    assert seen == [None]
+    assert store.part_size(GROUP, "0000-0000") == 4
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def map_cache(
         cache_map: the weights.
         inputs: what is mapped.
         output: where it goes.
-        layers: target layers to write; None: all that are mapped.
+        layers: target layers to write; None: all that are mapped. Of the inputs and the output no more has to
+            be there than these need.
         path: one of `PATHS`; "auto" takes that of `choose_path`.
         chunk_tokens: tokens, over all rows, that are worked on at a time (the reference takes all at once);
             None: that of `kvmap.kernels.settings.current()`.
@@ -86,13 +87,13 @@ def map_cache(
         raise UnknownName("map_cache path", path, PATHS)
     wanted = cache_map.layers if layers is None else tuple(layers)
     chosen, reason = (path, "as asked") if path != "auto" else _chosen(cache_map, inputs, output, wanted)
-    _log_path(chosen, reason, *_shape_class(cache_map, inputs, output))
+    _log_path(chosen, reason, *_shape_class(cache_map, inputs, output, wanted))
     if chosen == "reference":
         return map_cache_reference(cache_map, inputs, output, wanted)
     chunk_tokens = current().chunk_tokens if chunk_tokens is None else chunk_tokens
     if chosen == "batched":
         return map_cache_batched(cache_map, inputs, output, wanted, chunk_tokens=chunk_tokens)
-    missing = why_not_triton(cache_map, inputs, output) if path != "auto" else None
+    missing = why_not_triton(cache_map, inputs, output, wanted) if path != "auto" else None
     module = _triton_path()
     if missing is not None or isinstance(module, str):
         raise KernelError(f"map_cache path 'triton' cannot serve this: {missing}; use 'auto' or 'batched'")
@@ -109,12 +110,14 @@ def choose_path(cache_map: CacheMap, inputs: Inputs, output: Output) -> str:
     return _chosen(cache_map, inputs, output, cache_map.layers)[0]
 
 
-def why_not_triton(cache_map: CacheMap, inputs: Inputs, output: Output) -> str | None:
-    """Why the path "triton" cannot serve these tensors here; None where it can."""
+def why_not_triton(
+    cache_map: CacheMap, inputs: Inputs, output: Output, layers: Iterable[int] | None = None
+) -> str | None:
+    """Why the path "triton" cannot serve these tensors here, for some layers or all; None where it can."""
     module = _triton_path()
     if isinstance(module, str):
         return module
-    reason: str | None = module.unsupported_reason(cache_map, inputs, output)
+    reason: str | None = module.unsupported_reason(cache_map, inputs, output, layers)
     return reason
 
 
@@ -132,7 +135,7 @@ def _chosen(cache_map: CacheMap, inputs: Inputs, output: Output, wanted: Sequenc
     """The path that "auto" takes, and why."""
     if inputs.positions.device.type != "cuda":
         return "batched", "the cache is not on a CUDA device"
-    reason = why_not_triton(cache_map, inputs, output) or _doubt(cache_map, inputs, output, wanted)
+    reason = why_not_triton(cache_map, inputs, output, wanted) or _doubt(cache_map, inputs, output, wanted)
     return ("batched", reason) if reason is not None else ("triton", "it agrees with batched here")
 
 
@@ -141,7 +144,7 @@ _doubts: dict[tuple[str, ...], str | None] = {}
 
 def _doubt(cache_map: CacheMap, inputs: Inputs, output: Output, wanted: Sequence[int]) -> str | None:
     """Why the first call of a shape class on this device speaks against "triton"; None where it does not."""
-    case = _shape_class(cache_map, inputs, output)
+    case = _shape_class(cache_map, inputs, output, wanted)
     module = _triton_path()
     if case not in _doubts and not isinstance(module, str) and inputs.positions.numel() and wanted:
         _doubts[case] = disagreement(cache_map, inputs, output, wanted[0], module.map_cache_triton)
@@ -150,11 +153,13 @@ def _doubt(cache_map: CacheMap, inputs: Inputs, output: Output, wanted: Sequence
     return _doubts.get(case)
 
 
-def _shape_class(cache_map: CacheMap, inputs: Inputs, output: Output) -> tuple[str, ...]:
+def _shape_class(
+    cache_map: CacheMap, inputs: Inputs, output: Output, wanted: Sequence[int]
+) -> tuple[str, ...]:
     """Device, dtypes and the kind of shape, in words."""
-    layer = next(iter(cache_map.products["key"]), None)
-    if layer is None:
+    if not wanted:
         return (str(inputs.positions.device), "no mapped layer")
+    layer = wanted[0]
     product = cache_map.products["key"][layer]
     tokens = inputs.positions.numel()
     return (

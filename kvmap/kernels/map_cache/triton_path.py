@@ -85,16 +85,19 @@ class GraphedMap:
         return self._plan.counts
 
 
-def unsupported_reason(cache_map: CacheMap, inputs: Inputs, output: Output) -> str | None:
-    """Why the kernels cannot serve these tensors; None where they can."""
-    return next(_reasons(cache_map, inputs, output), None)
+def unsupported_reason(
+    cache_map: CacheMap, inputs: Inputs, output: Output, layers: Iterable[int] | None = None
+) -> str | None:
+    """Why the kernels cannot serve these tensors, for some layers or all; None where they can."""
+    return next(_reasons(cache_map, inputs, output, cache_map.layers if layers is None else layers), None)
 
 
-def _reasons(cache_map: CacheMap, inputs: Inputs, output: Output) -> Iterator[str]:
+def _reasons(cache_map: CacheMap, inputs: Inputs, output: Output, layers: Iterable[int]) -> Iterator[str]:
     devices: set[torch.device] = set()
     seen: set[tuple[str, str, int]] = set()
-    for kind in KINDS:
-        for layer, product in cache_map.products[kind].items():
+    for layer in layers:
+        for kind in KINDS:
+            product = cache_map.products[kind][layer]
             where = f"{kind}s of target layer {layer}"
             yield from _product_reasons(where, product)
             out = output.tensor(kind, layer)

@@ -33,14 +33,16 @@ class Claim:
     """Tokens to be filled from the storage.
 
     Attributes:
-        match: the published cache.
+        match: the cache, published or being written.
         n_own: first tokens that the engine has itself, full pages.
         n_end: first tokens that are there when it is filled.
+        wait_seconds: for what is not written yet.
     """
 
     match: Match
     n_own: int
     n_end: int
+    wait_seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -80,9 +82,23 @@ class Claims:
         if search.request.num_output_tokens:
             raise Incompatible("failure", "the request was preempted after it had begun to answer")
         found = self._looked(search)
-        if found is None or self._should_wait(search, found):
+        if found is None:
             return None
-        return self._claimed(search, found, n_own)
+        left = search.asked.wait_seconds - (time.monotonic() - search.begun)
+        n_found = 0 if found.match is None else found.match.n_tokens
+        if left > 0 and found.arriving is not None and found.arriving.n_tokens > n_found:
+            return self._claimed(search, found.arriving, n_own, left)
+        if found.match is not None:
+            claim = self._claimed(search, found.match, n_own)
+            if found.missing is not None:
+                raise Incompatible("partial", found.missing)
+            return claim
+        if time.monotonic() - search.begun < search.asked.grace_seconds:
+            return None
+        if found.arriving is not None:
+            seconds = f"{search.asked.wait_seconds:g} s"
+            raise Incompatible("timeout", f"the cache is still being written after {seconds} of waiting")
+        raise Incompatible("not_found", "no cache of this prompt's first tokens is published")
 
     def _looked(self, search: Search) -> Found | None:
         """What the storage has; None: not known yet.
@@ -115,23 +131,8 @@ class Claims:
         except (KvmapError, OSError) as error:
             raise Incompatible("storage", str(error)) from error
 
-    def _should_wait(self, search: Search, found: Found) -> bool:
-        """Whether more of the prompt's cache is about to appear, and the request has time."""
-        asked, waited_for = search.asked, time.monotonic() - search.begun
-        n_found = 0 if found.match is None else found.match.n_tokens
-        if waited_for < asked.wait_seconds and found.n_announced > n_found:
-            return True
-        return n_found == 0 and waited_for < asked.grace_seconds
-
-    def _claimed(self, search: Search, found: Found, n_own: int) -> Claim:
-        match, asked = found.match, search.asked
-        if match is None:
-            if found.n_announced:
-                raise Incompatible(
-                    "timeout", f"the cache is still being written after {asked.wait_seconds:g} s of waiting"
-                )
-            raise Incompatible("not_found", "no cache of this prompt's first tokens is published")
-        mapper = self._mapper.mapper
+    def _claimed(self, search: Search, match: Match, n_own: int, wait_seconds: float = 0.0) -> Claim:
+        mapper, asked = self._mapper.mapper, search.asked
         check_published(match.manifest, mapper)
         exact = is_exact_copy(match.manifest, mapper, self._facts)
         n_end = match.n_tokens
@@ -143,9 +144,7 @@ class Claims:
                 f"{max(n_mapped, 0)} tokens to map: {n_end} are published, {n_own} the engine has itself; at "
                 f"least {n_least} are wanted",
             )
-        if found.missing is not None:
-            raise Incompatible("partial", found.missing)
-        return Claim(match, n_own, n_end)
+        return Claim(match, n_own, n_end, wait_seconds)
 
 
 def unservable(request: Any) -> str | None:

@@ -1,137 +1,186 @@
-"""Mapping a loaded cache into the target's layers, some columns at a time."""
+"""One request's pages, filled piece by piece as the parts of a source's cache arrive."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvmap.kernels import map_cache as kernel
-from kvmap.kernels.map_cache.reference import saturated
-from kvmap.kernels.settings import current
-from kvmap.mappers import Mapper
-from kvmap.models.rope import Rotation, apply_rotation, strip_rotation
+from kvmap.serving.compatibility import Incompatible, check_published, is_exact_copy
+from kvmap.serving.vllm.column_map import ColumnMap
+from kvmap.serving.vllm.loading import Arrived
+from kvmap.serving.vllm.messages import Take
+from kvmap.serving.vllm.own_tokens import Layers, TargetParts, compute_own
+from kvmap.serving.vllm.pages import write_columns
 
-Rotations = Sequence[Rotation | None]
 
-
-@dataclass(frozen=True, eq=False)
-class Mapped:
-    """Some columns of the target's mapped layers.
+@dataclass(eq=False)
+class _Run:
+    """Tokens start:stop of the source's layers, the first so many that have come, in order.
 
     Attributes:
-        keys: by layer (1, n_kv_heads, tokens, width), in the order of memory (1, tokens, heads, width).
-        values: likewise.
-        n_bad: numbers that are not finite.
-        n_clamped: numbers that did not fit the dtype.
+        lacking: target layers that are not filled over these tokens.
     """
 
-    keys: dict[int, Tensor]
-    values: dict[int, Tensor]
-    n_bad: int
-    n_clamped: int
+    start: int
+    stop: int
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    lacking: list[int] = field(default_factory=list)
 
 
-class ColumnMap:
-    """A mapper with what it needs to know of both engines."""
+class _Piece(NamedTuple):
+    """Columns at:end of some target layers, of which all that is needed has come."""
 
-    def __init__(
-        self, mapper: Mapper, rope: str, source: Rotations, target: Rotations, dtype: torch.dtype
-    ) -> None:
-        """A map for caches that carry these rotations.
+    run: _Run
+    layers: Sequence[int]
+    at: int
+    end: int
 
-        Args:
-            mapper: of this pair.
-            rope: its strategy; "strip", "coupled" or "no_rerotate".
-            source: what the source's keys carry.
-            target: what the target's keys are to carry.
-            dtype: of the target's pages.
+
+class Filling:
+    """A request's pages. Touched by the engine's own thread alone.
+
+    A target layer is mapped over a run of tokens as soon as the source layers that it reads have come. The
+    pages are to be read when all of them are full.
+    """
+
+    def __init__(self, parts: TargetParts, take: Take, chunk_tokens: int) -> None:
+        """Args: the engine's parts; whose pages; and how many tokens are mapped at a time.
+
+        Raises:
+            Incompatible: a cache of another source than the mapper's.
         """
-        self._mapper, self._source, self._target, self._dtype = mapper, source, target, dtype
-        self._strips, self._turns = rope != "coupled", rope == "strip"
+        check_published(take.manifest, parts.mapper.mapper)
+        self._parts, self._take, self._chunk_tokens = parts, take, chunk_tokens
+        self._block_ids = torch.tensor(take.block_ids, dtype=torch.long)
+        mapper, facts = parts.mapper.mapper, parts.facts
+        self._is_copy = is_exact_copy(take.manifest, mapper, facts)
+        start, stop = take.n_own, len(take.token_ids)
+        self._first = start if self._is_copy else max(start, min(parts.mapper.native_head, stop))
+        rotations = take.manifest.rotations, facts.rotations
+        self._columns = ColumnMap(mapper, parts.mapper.rope, *rotations, parts.pages[0].dtype)
+        self._layers = range(len(facts.shape)) if self._is_copy else self._columns.layers
+        self._own: Layers = []
+        self._runs: dict[int, _Run] = {}
+        self._pieces: deque[_Piece] = deque()
+        self._n_filled = 0
 
     @property
-    def layers(self) -> range:
-        """The target layers that are mapped."""
-        return range(self._mapper.native_layers, len(self._mapper.target_shape))
+    def n_head(self) -> int:
+        """Tokens that the target's own layers compute in full."""
+        return self._first - self._take.n_own
 
-    def map(
-        self,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        first: int,
-        native: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> Mapped:
-        """Map some columns.
+    @property
+    def n_mapped(self) -> int:
+        """Tokens that are filled from the cache."""
+        return len(self._take.token_ids) - self._first
 
-        Args:
-            keys: of every source layer (1, n_kv_heads, tokens, head_dim), as the cache holds them.
-            values: likewise.
-            first: position of the first of these columns.
-            native: keys and values of the target's first `native_layers` layers over the same columns.
+    @torch.inference_mode()
+    def begin(self) -> None:
+        """What the target computes itself; comes before all else."""
+        if not self._is_copy:
+            self._own = compute_own(self._parts, self._take, self._block_ids, self._first)
+
+    def add(self, part: Arrived) -> None:
+        """A part has come.
+
+        Raises:
+            Incompatible: it is 0 throughout in its last token, which no model caches.
         """
-        n = keys[0].shape[2]
-        device = keys[0].device
-        positions = torch.arange(first, first + n, device=device).unsqueeze(0)
-        cache_map = self._mapper.cache_map()
-        if cache_map is None:
-            return self._by_layer(keys, values, positions, native)
-        mapped = self._empty(n, device)
-        rotations = self._source if self._strips else None
-        side = kernel.Side(list(keys), list(values), rotations)
-        own = None
-        if native:
-            turned = self._target if self._strips else None
-            own = kernel.Side([k for k, _ in native], [v for _, v in native], turned)
-        output = kernel.Columns(*mapped, self._target if self._turns else None)
-        counts = kernel.map_cache(
-            cache_map,
-            kernel.Inputs(side, positions, own),
-            output,
-            self.layers,
-            chunk_tokens=current().chunk_tokens,
-        )
-        n_bad, n_clamped = counts.sum((0, 1)).tolist() if len(counts) else (0, 0)
-        return Mapped(*mapped, n_bad, n_clamped)
-
-    def _empty(self, n: int, device: torch.device) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        found: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
-        for layer in self.layers:
-            n_heads, width = self._mapper.target_shape[layer]
-            for parts in found:
-                parts[layer] = torch.empty(1, n, n_heads, width, dtype=self._dtype, device=device).transpose(
-                    1, 2
+        for kind, layer in (("keys", part.keys), ("values", part.values)):
+            if not bool(layer[:, :, -1].any()):
+                raise Incompatible(
+                    "empty_layer", f"{kind} of source layer {part.layer} are 0 at token {part.stop - 1}"
                 )
-        return found
+        run = self._runs.setdefault(part.start, _Run(part.start, part.stop, lacking=list(self._layers)))
+        device = self._parts.pages[0].device
+        run.keys.append(part.keys.to(device))
+        run.values.append(part.values.to(device))
 
-    def _by_layer(
-        self,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        positions: Tensor,
-        native: Sequence[tuple[Tensor, Tensor]],
-    ) -> Mapped:
-        """With a mapper that has no tables of weights."""
-        features = [self._seen(keys, positions, self._source), [v.float() for v in values]]
-        if native:
-            features += [
-                self._seen([k for k, _ in native], positions, self._target),
-                [v.float() for _, v in native],
-            ]
-        found: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
-        counts = torch.zeros(2, dtype=torch.int64, device=positions.device)
-        for layer in self.layers:
-            key, value = self._mapper.map_layer(layer, *features)
-            key = apply_rotation(key, positions, self._target[layer] if self._turns else None)
-            for parts, part in zip(found, (key, value), strict=True):
-                cast, check = saturated(part, self._dtype)
-                parts[layer] = cast
-                counts += check
-        return Mapped(*found, int(counts[0]), int(counts[1]))
+    @property
+    def has_work(self) -> bool:
+        """Whether something can be filled before more has come."""
+        if not self._pieces:
+            self._find_pieces()
+        return bool(self._pieces)
 
-    def _seen(self, keys: Sequence[Tensor], positions: Tensor, rotations: Rotations) -> list[Tensor]:
-        if not self._strips:
-            return [key.float() for key in keys]
-        return [strip_rotation(key, positions, r) for key, r in zip(keys, rotations, strict=False)]
+    @torch.inference_mode()
+    def work(self) -> bool:
+        """Fill one piece, if there is one to be had; whether there was.
+
+        Raises:
+            Incompatible: mapped numbers that are not finite or do not fit the dtype.
+        """
+        if not self.has_work:
+            return False
+        piece = self._pieces.popleft()
+        if self._is_copy:
+            self._copy(piece)
+        else:
+            self._map(piece)
+        self._n_filled += len(piece.layers) * (piece.end - piece.at)
+        return True
+
+    def check_full(self) -> None:
+        """Refuse pages that are not full though nothing more comes.
+
+        Raises:
+            Incompatible: cause "partial".
+        """
+        n_most = self.n_mapped * len(self._layers)
+        if self._n_filled != n_most:
+            raise Incompatible("partial", f"{self._n_filled} of {n_most} columns of layers came")
+
+    def _find_pieces(self) -> None:
+        """Of the first run that has layers to be filled, all of them, cut by tokens."""
+        for run in list(self._runs.values()):
+            ready = [layer for layer in run.lacking if self._needs(layer) <= len(run.keys)]
+            if not ready:
+                continue
+            run.lacking = [layer for layer in run.lacking if layer not in ready]
+            if not run.lacking:
+                del self._runs[run.start]
+            low, high = max(run.start, self._first), min(run.stop, len(self._take.token_ids))
+            for at in range(low, high, self._chunk_tokens):
+                self._pieces.append(_Piece(run, ready, at, min(at + self._chunk_tokens, high)))
+            if self._pieces:
+                return
+
+    def _needs(self, layer: int) -> int:
+        return layer + 1 if self._is_copy else self._columns.needs(layer)
+
+    def _copy(self, piece: _Piece) -> None:
+        cut = slice(piece.at - piece.run.start, piece.end - piece.run.start)
+        for layer in piece.layers:
+            keys, values = piece.run.keys[layer][:, :, cut], piece.run.values[layer][:, :, cut]
+            for kind, part in (("keys", keys), ("values", values)):
+                if not bool(torch.isfinite(part).all()):
+                    raise Incompatible("not_finite", f"{kind} of source layer {layer} are NaN or infinite")
+            self._write(layer, piece.at, keys, values)
+
+    def _map(self, piece: _Piece) -> None:
+        run, own_start = piece.run, self._take.n_own
+        cut = slice(piece.at - run.start, piece.end - run.start)
+        own_cut = slice(piece.at - own_start, piece.end - own_start)
+        mapped = self._columns.map(
+            [key[:, :, cut] for key in run.keys],
+            [value[:, :, cut] for value in run.values],
+            piece.at,
+            [(keys[:, :, own_cut], values[:, :, own_cut]) for keys, values in self._own],
+            piece.layers,
+        )
+        if mapped.n_bad:
+            raise Incompatible("not_finite", f"{mapped.n_bad} mapped numbers are NaN or infinite")
+        if mapped.n_clamped:
+            dtype = self._parts.pages[0].dtype
+            raise Incompatible("clamped", f"{mapped.n_clamped} mapped numbers do not fit {dtype}")
+        for layer in piece.layers:
+            self._write(layer, piece.at, mapped.keys[layer], mapped.values[layer])
+
+    def _write(self, layer: int, at: int, keys: Tensor, values: Tensor) -> None:
+        write_columns(self._parts.pages[layer], self._block_ids, at, keys, values)

@@ -1,12 +1,14 @@
-"""Reading a published cache from the store and checking every byte of it, beside the engine's steps."""
+"""Reading a cache from the store part by part and checking every byte of it, beside the engine's steps.
+
+A cache that is still being written is read as its parts appear.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,9 +16,13 @@ from torch import Tensor
 from kvmap.errors import KvmapError
 from kvmap.files import ArtifactCorrupt
 from kvmap.serving.background import Background
+from kvmap.serving.index import ALIVE_SECONDS
 from kvmap.serving.manifest import Manifest, Run
-from kvmap.serving.parts import part_name, read_part
+from kvmap.serving.parts import Part, part_name, read_part
 from kvmap.serving.store import PartMissing, Store
+
+#: between two looks for a part that is not there yet
+_POLL_SECONDS = 0.004
 
 
 class LoadFailed(KvmapError):
@@ -33,67 +39,92 @@ class LoadFailed(KvmapError):
 
 
 @dataclass(frozen=True, eq=False)
-class LoadedRun:
-    """Tokens start:stop of every layer: keys and values, each (1, n_kv_heads, stop − start, head_dim)."""
+class Wanted:
+    """What is to be read of a cache.
 
+    Attributes:
+        manifest: of the cache; one that is not written yet names no parts.
+        start, stop: tokens.
+        wait_seconds: for parts that are not written yet.
+        load_seconds: reading may take beside that.
+    """
+
+    manifest: Manifest
     start: int
     stop: int
-    keys: list[Tensor]
-    values: list[Tensor]
+    wait_seconds: float
+    load_seconds: float
 
 
 @dataclass(frozen=True, eq=False)
-class LoadedCache:
-    """The runs of a cache that hold the tokens asked for.
+class Arrived:
+    """Source layer `layer` over tokens start:stop: keys and values, each (1, n_kv_heads, stop − start, d)."""
 
-    Attributes:
-        runs: in order.
-        n_bytes: read.
-        seconds: reading and checking took.
-    """
-
-    runs: tuple[LoadedRun, ...]
-    n_bytes: int
-    seconds: float
+    layer: int
+    start: int
+    stop: int
+    keys: Tensor
+    values: Tensor
 
 
 class Loading:
-    """A cache on its way."""
+    """A cache on its way. A thread that reads puts parts in, the engine's own takes them out."""
 
-    def __init__(self, future: Future[LoadedCache], seconds: float) -> None:
-        """Args: what is under way; and how long it may take."""
-        self._future, self._until = future, time.monotonic() + seconds
-        self._seconds = seconds
+    def __init__(self, wanted: Wanted, news: threading.Event) -> None:
+        """Args: what is under way; and what is set whenever something has come, or it is over."""
+        self._begun = time.monotonic()
+        self._most_seconds = wanted.wait_seconds + wanted.load_seconds
+        self._news = news
+        self._parts: deque[Arrived] = deque()
+        self._failure: LoadFailed | None = None
+        self._is_ended = False
+        self.n_bytes, self.seconds, self.wait_seconds = 0, 0.0, 0.0
+
+    def take(self) -> list[Arrived]:
+        """What has come since it was last asked: runs by token, and each run's layers from the first.
+
+        Raises:
+            LoadFailed: with cause "partial", "cache_file", "storage", "timeout" or "failure".
+        """
+        if self._failure is not None:
+            raise self._failure
+        if not self._is_ended and time.monotonic() - self._begun > self._most_seconds:
+            seconds = f"{self._most_seconds:g} s"
+            self.fail(LoadFailed("timeout", f"the storage did not give the cache within {seconds}"))
+            return self.take()
+        return [self._parts.popleft() for _ in range(len(self._parts))]
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether everything has come; what was not taken yet may still be."""
+        return self._is_ended
 
     @property
     def is_over(self) -> bool:
-        """Whether it has come, failed, or is late."""
-        return self._future.done() or time.monotonic() > self._until
+        """Whether nothing more comes: all has, or it has failed."""
+        return self._is_ended or self._failure is not None
 
-    def wait(self, seconds: float) -> None:
-        """Until it is over, at most so long."""
-        with suppress(FutureTimeout):
-            self._future.exception(timeout=seconds)
+    def put(self, part: Arrived, n_bytes: int, seconds: float) -> None:
+        """A part has come, and how long it took to read."""
+        self.n_bytes += n_bytes
+        self.seconds += seconds
+        self._parts.append(part)
+        self._news.set()
 
-    def result(self) -> LoadedCache:
-        """What came.
+    def end(self) -> None:
+        """Everything has come."""
+        self._is_ended = True
+        self._news.set()
 
-        Raises:
-            LoadFailed: with cause "partial", "cache_file", "storage" or "timeout".
-        """
-        if not self._future.done():
-            self._future.cancel()
-            raise LoadFailed("timeout", f"the storage did not give the cache within {self._seconds:g} s")
-        try:
-            return self._future.result()
-        except PartMissing as error:
-            raise LoadFailed("partial", error) from error
-        except ArtifactCorrupt as error:
-            raise LoadFailed("cache_file", error) from error
-        except (KvmapError, OSError) as error:
-            raise LoadFailed("storage", error) from error
-        except Exception as error:
-            raise LoadFailed("failure", f"{type(error).__name__}: {error}") from error
+    def fail(self, failure: LoadFailed) -> None:
+        """Nothing more comes; the first failure stands."""
+        if self._failure is None:
+            self._failure = failure
+        self._news.set()
+
+    def give_up(self) -> None:
+        """Nobody wants it any more: what reads it ends."""
+        self.fail(LoadFailed("failure", "the request is over"))
 
 
 class Loader:
@@ -103,37 +134,123 @@ class Loader:
         """Args: the store; and how many caches are read at a time."""
         self._store = store
         self._threads = Background("kvmap-load", n_threads)
+        self.news = threading.Event()
 
-    def start(self, manifest: Manifest, start: int, stop: int, seconds: float) -> Loading:
-        """Begin to read the runs that hold tokens start:stop; it may take so many seconds."""
-        return Loading(self._threads.submit(self._load, manifest, start, stop), seconds)
+    def start(self, wanted: Wanted) -> Loading:
+        """Begin to read; `news` is set whenever a part has come, or none will any more."""
+        loading = Loading(wanted, self.news)
+        reading = _Reading(self._store, wanted, loading)
+        self._threads.submit(self._read, loading, reading, reading.parts())
+        return loading
 
     def close(self) -> None:
         """Begin nothing more."""
         self._threads.close()
 
-    def _load(self, manifest: Manifest, start: int, stop: int) -> LoadedCache:
-        begun = time.perf_counter()
-        runs, n_bytes = [], 0
-        for number, run in _overlapping(manifest, start, stop):
-            runs.append(self._loaded(manifest, number, run))
-            n_bytes += sum(file.n_bytes for file in run.files)
-        return LoadedCache(tuple(runs), n_bytes, time.perf_counter() - begun)
+    def _read(self, loading: Loading, reading: _Reading, parts: Iterator[bool]) -> None:
+        """Read until a part is not there yet; then others get the thread first."""
+        try:
+            for has_come in parts:
+                if loading.is_over:
+                    return
+                if not has_come:
+                    time.sleep(_POLL_SECONDS)
+                    self._threads.submit(self._read, loading, reading, parts)
+                    return
+            loading.end()
+        except LoadFailed as error:
+            loading.fail(error)
+        except PartMissing as error:
+            loading.fail(LoadFailed("partial", error))
+        except ArtifactCorrupt as error:
+            loading.fail(LoadFailed("cache_file", error))
+        except (KvmapError, OSError) as error:
+            loading.fail(LoadFailed("storage", error))
+        except Exception as error:
+            loading.fail(LoadFailed("failure", f"{type(error).__name__}: {error}"))
 
-    def _loaded(self, manifest: Manifest, number: int, run: Run) -> LoadedRun:
-        keys, values = [], []
-        for layer, file in enumerate(run.files):
-            name = part_name(number, layer)
-            data = self._store.get_part(manifest.group, name, file.n_bytes)
-            n_heads, width = manifest.shape[layer]
-            shape = (n_heads, run.stop - run.start, width)
-            try:
-                pair = read_part(data, file.sha256, shape, manifest.dtype)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ArtifactCorrupt(f"part {name} of {manifest.group}: {error!r}") from error
-            keys.append(pair[0])
-            values.append(pair[1])
-        return LoadedRun(run.start, run.stop, keys, values)
+
+class _Reading:
+    """One cache that is read."""
+
+    def __init__(self, store: Store, wanted: Wanted, loading: Loading) -> None:
+        self._store, self._wanted, self._loading = store, wanted, loading
+        self._manifest = wanted.manifest
+
+    def parts(self) -> Iterator[bool]:
+        """Reads one part after another; False: the next one is not there yet."""
+        return self._published() if self._manifest.is_written else self._arriving()
+
+    def _published(self) -> Iterator[bool]:
+        for number, run in _overlapping(self._manifest, self._wanted.start, self._wanted.stop):
+            for layer, file in enumerate(run.files):
+                part = self._read(number, layer, file.n_bytes)
+                if (part.start, part.stop, part.sha256) != (run.start, run.stop, file.sha256):
+                    raise ArtifactCorrupt(
+                        f"layer {layer} over tokens {run.start}:{run.stop} is not the part that was published"
+                    )
+                yield True
+
+    def _arriving(self) -> Iterator[bool]:
+        """Which tokens a run holds is known when its first layer has come."""
+        at, number, patience = 0, 0, _Patience(self._store, self._wanted)
+        while at < self._wanted.stop:
+            stop = None
+            for layer in range(len(self._manifest.shape)):
+                name, begun = part_name(number, layer), time.monotonic()
+                while (n_bytes := self._store.part_size(self._manifest.group, name)) is None:
+                    patience.check(name, at)
+                    yield False
+                self._loading.wait_seconds += time.monotonic() - begun
+                part = self._read(number, layer, n_bytes, wanted_from=self._wanted.start)
+                stop = part.stop if stop is None else stop
+                if (part.start, part.stop) != (at, stop):
+                    raise ArtifactCorrupt(f"tokens {part.start}:{part.stop} of layer {layer} come after {at}")
+                if stop <= self._wanted.start:
+                    break  # the engine has these itself
+                yield True
+            assert stop is not None
+            at, number = stop, number + 1
+
+    def _read(self, number: int, layer: int, n_bytes: int, wanted_from: int = 0) -> Part:
+        begun = time.perf_counter()
+        data = self._store.get_part(self._manifest.group, part_name(number, layer), n_bytes)
+        part = read_part(data, self._manifest.shape[layer], self._manifest.dtype)
+        if part.stop > wanted_from:
+            arrived = Arrived(layer, part.start, part.stop, part.keys, part.values)
+            self._loading.put(arrived, n_bytes, time.perf_counter() - begun)
+        return part
+
+
+class _Patience:
+    """How long a part is waited for that is not written yet."""
+
+    def __init__(self, store: Store, wanted: Wanted) -> None:
+        self._store, self._wanted = store, wanted
+        self._group = wanted.manifest.group
+        self._until = time.monotonic() + wanted.wait_seconds
+        self._stamp: int | None = None
+        self._seen = time.monotonic()
+
+    def check(self, name: str, n_written: int) -> None:
+        """Go on waiting.
+
+        Raises:
+            PartMissing: the source has given the cache up.
+            LoadFailed: cause "timeout": the source shows no sign of life, or takes too long.
+        """
+        now = time.monotonic()
+        stamp = next((e.stamp for e in self._store.announcements() if e.key == self._group), None)
+        if stamp is None and self._store.part_size(self._group, name) is None:
+            raise PartMissing(f"the source gave the cache up after {n_written} tokens")
+        if stamp != self._stamp:
+            self._stamp, self._seen = stamp, now
+        so_far = f"{n_written} of {self._wanted.stop} tokens were written"
+        if now - self._seen > ALIVE_SECONDS:
+            silent = f"the source has given no sign of life for {ALIVE_SECONDS:g} s"
+            raise LoadFailed("timeout", f"{silent}; {so_far}")
+        if now > self._until:
+            raise LoadFailed("timeout", f"{so_far} after {self._wanted.wait_seconds:g} s of waiting")
 
 
 def missing_part(store: Store, manifest: Manifest, stop: int) -> str | None:

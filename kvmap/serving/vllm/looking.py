@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from kvmap.errors import KvmapError
 from kvmap.serving.background import Background
-from kvmap.serving.index import Match, PrefixIndex, announced_length, announcement_text
+from kvmap.serving.index import Announcements, Match, PrefixIndex
 from kvmap.serving.keys import whole_key
-from kvmap.serving.manifest import Manifest, read_manifest
+from kvmap.serving.manifest import Manifest, manifest_text, read_manifest
+from kvmap.serving.signs_of_life import SignsOfLife
 from kvmap.serving.store import Store
 from kvmap.serving.vllm.loading import missing_part
 
@@ -23,12 +24,12 @@ class Found:
     Attributes:
         match: the longest published prefix.
         missing: the first part of it that is not there in full, in words.
-        n_announced: first tokens that some source is writing.
+        arriving: the longest prefix that some source is writing.
     """
 
     match: Match | None
     missing: str | None
-    n_announced: int
+    arriving: Match | None
 
 
 class Looker:
@@ -36,16 +37,21 @@ class Looker:
 
     def __init__(self, store: Store) -> None:
         """Args: the store."""
-        self._store, self._index = store, PrefixIndex(store)
+        self._store, self._index, self._announced = store, PrefixIndex(store), Announcements(store)
         self._thread = Background("kvmap-look")
+        self._signs = SignsOfLife(store)
 
     def look(self, namespace: str, token_ids: tuple[int, ...]) -> Future[Found]:
         """Look for the longest published prefix."""
         return self._thread.submit(self._look, namespace, token_ids)
 
-    def begin(self, group: str, namespace: str, token_ids: tuple[int, ...]) -> Future[bool]:
+    def begin(self, announcement: Manifest) -> Future[bool]:
         """Announce a cache, or find that it is published already: then True, and nothing is announced."""
-        return self._thread.submit(self._begin, group, namespace, token_ids)
+        return self._thread.submit(self._begin, announcement)
+
+    def end(self, group: str) -> None:
+        """No more is computed of an announced cache; what is computed of it may still have to be written."""
+        self._thread.submit(self._signs.end, group)
 
     def published(self, namespace: str, token_ids: tuple[int, ...]) -> Future[Manifest | None]:
         """The manifest of these very tokens."""
@@ -58,6 +64,7 @@ class Looker:
     def close(self) -> None:
         """Look no longer."""
         self._thread.close()
+        self._signs.close()
 
     def _look(self, namespace: str, token_ids: tuple[int, ...]) -> Found:
         match = self._index.longest(namespace, token_ids)
@@ -66,14 +73,16 @@ class Looker:
             missing = missing_part(self._store, match.manifest, match.n_tokens)
             if missing is not None:
                 self._index.forget(match.manifest.key)
-        return Found(match, missing, announced_length(self._store, namespace, token_ids))
+        return Found(match, missing, self._announced.longest(namespace, token_ids))
 
-    def _begin(self, group: str, namespace: str, token_ids: tuple[int, ...]) -> bool:
-        match = self._index.longest(namespace, token_ids)
+    def _begin(self, announcement: Manifest) -> bool:
+        token_ids = announcement.token_ids
+        match = self._index.longest(announcement.namespace, token_ids)
         whole = match is not None and match.n_tokens == len(token_ids)
         if match is not None and whole and missing_part(self._store, match.manifest, len(token_ids)) is None:
             return True
-        self._store.announce(group, announcement_text(namespace, token_ids))
+        self._store.announce(announcement.group, manifest_text(announcement))
+        self._signs.begin(announcement.group)
         return False
 
     def _published(self, namespace: str, token_ids: tuple[int, ...]) -> Manifest | None:

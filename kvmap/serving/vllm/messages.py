@@ -11,14 +11,15 @@ from kvmap.serving.manifest import Manifest
 
 @dataclass(frozen=True, eq=False)
 class Take:
-    """Map a published cache into a request's pages.
+    """Map a cache into a request's pages.
 
     Attributes:
         request_id: whose.
-        manifest: of the published cache.
+        manifest: of the cache, which may still be being written.
         token_ids: the first tokens of the prompt, as many as are filled in all.
         n_own: of these, tokens that the engine holds itself, full pages.
         block_ids: the request's pages.
+        wait_seconds: for parts of it that are not written yet.
     """
 
     request_id: str
@@ -26,6 +27,7 @@ class Take:
     token_ids: tuple[int, ...]
     n_own: int
     block_ids: tuple[int, ...]
+    wait_seconds: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +59,7 @@ class Messages(KVConnectorMetadata):
     """To the worker, once a step."""
 
     takes: list[Take] = field(default_factory=list)
+    given_up_takes: list[str] = field(default_factory=list)
     publishes: list[Publish] = field(default_factory=list)
     dropped_groups: list[str] = field(default_factory=list)
 
@@ -70,7 +73,7 @@ class Taken:
         reason: one line.
         n_mapped, n_native_head: tokens.
         bytes: read.
-        load_seconds, map_seconds: see `Outcome`.
+        load_seconds, map_seconds, wait_seconds: see `Outcome`.
     """
 
     cause: str | None
@@ -80,6 +83,7 @@ class Taken:
     bytes: int = 0
     load_seconds: float = 0.0
     map_seconds: float = 0.0
+    wait_seconds: float = 0.0
 
 
 @dataclass(eq=False)

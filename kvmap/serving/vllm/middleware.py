@@ -1,11 +1,12 @@
-"""ASGI middleware of an engine's API server: outcomes for clients of streams, and `GET /kvmap/status`.
+"""ASGI middleware of an engine's API server: outcomes for clients of streams, counts and metrics.
 
 vLLM puts `kv_transfer_params` into whole answers and leaves it out of streams. The middleware notes what the
-engine says of each request and adds one event before `data: [DONE]`.
+engine says of each request, adds one event before `data: [DONE]`, counts, and answers `GET /kvmap/status`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmap.serving.outcome import FIELD, OutcomeCounts, read_outcome, read_published
+from kvmap.serving.vllm.metrics import EngineMetrics
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -21,6 +23,12 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 STATUS_PATH = "/kvmap/status"
 _DONE = b"data: [DONE]"
+
+
+@functools.cache
+def _metrics() -> EngineMetrics:
+    """Of this process: Prometheus knows a name once."""
+    return EngineMetrics()
 
 
 @dataclass(eq=False)
@@ -35,6 +43,17 @@ class _Engine:
     """What is known of one API server."""
 
     counts: OutcomeCounts = field(default_factory=OutcomeCounts)
+    metrics: EngineMetrics = field(default_factory=_metrics)
+
+    def note(self, params: dict[str, Any]) -> None:
+        """A request has ended."""
+        body = {"kv_transfer_params": params}
+        if (outcome := read_outcome(body)) is not None:
+            self.counts.add(outcome)
+            self.metrics.take(outcome)
+        if (published := read_published(body)) is not None:
+            self.counts.add_published(published)
+            self.metrics.publish(published)
 
 
 _current: ContextVar[_Note | None] = ContextVar("kvmap_note", default=None)
@@ -89,13 +108,9 @@ async def _passed_on(outputs: AsyncIterator[Any], note: _Note | None, engine: _E
     async for output in outputs:
         params = getattr(output, "kv_transfer_params", None)
         if params and FIELD in params:
-            body = {"kv_transfer_params": params}
             if note is not None:
                 note.params = params
-            if (outcome := read_outcome(body)) is not None:
-                engine.counts.add(outcome)
-            if (published := read_published(body)) is not None:
-                engine.counts.add_published(published)
+            engine.note(params)
         yield output
 
 

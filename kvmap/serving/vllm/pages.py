@@ -63,6 +63,12 @@ class LayerPages:
         _write(self._layer, keys, values, self._layer.kv_cache, slots.to(self.device))
 
 
+def write_columns(pages: LayerPages, block_ids: Tensor, at: int, keys: Tensor, values: Tensor) -> None:
+    """Write (1, n_kv_heads, tokens, width) as a request's tokens from `at` on, wherever they are."""
+    by_token = [part[0].transpose(0, 1).contiguous().to(pages.device) for part in (keys, values)]
+    pages.write(block_ids, at, *by_token)
+
+
 class PageOrder:
     """Where a backend puts the entries of a page, for layers of one shape and dtype."""
 

@@ -74,7 +74,7 @@ class Publisher:
         if too_slow:
             self._fail(publish.group, group, "the storage takes caches more slowly than they are made")
         name = part_name(n_runs_before, layer)
-        job = partial(self._write_part, publish.group, name, keys, values, files, layer)
+        job = partial(self._write_part, publish, name, keys, values, files, layer)
         self._submit(publish.group, group, job, n_bytes)
 
     def finish(self, publish: Publish) -> Future[None] | None:
@@ -142,15 +142,15 @@ class Publisher:
 
     def _write_part(
         self,
-        group: str,
+        publish: Publish,
         name: str,
         keys: Tensor,
         values: Tensor,
         files: list[PartFile | None],
         layer: int,
     ) -> None:
-        pieces, sha256, size = part_bytes(keys, values)
-        self._store.put_part(group, name, pieces)
+        pieces, sha256, size = part_bytes(keys, values, publish.start)
+        self._store.put_part(publish.group, name, pieces)
         files[layer] = PartFile(sha256, size)
 
     def _write_manifest(self, publish: Publish, group: _Group) -> None:

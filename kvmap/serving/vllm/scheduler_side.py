@@ -18,6 +18,7 @@ from kvmap.errors import KvmapError
 from kvmap.serving.asking import Asked, BadAsking, read_asked
 from kvmap.serving.compatibility import EngineFacts, Incompatible, check_mapper
 from kvmap.serving.keys import BLOCK_TOKENS, namespace
+from kvmap.serving.manifest import Manifest
 from kvmap.serving.outcome import FIELD, Outcome, Published, refused
 from kvmap.serving.store import SharedFolder
 from kvmap.serving.vllm.claiming import Claim, Claims, Search, unservable
@@ -163,9 +164,15 @@ class SchedulerSide:
             tracked.published = Published(0, reason=reason)
         elif tracked.asked.publish:
             assert self._facts is not None
-            name, group = namespace(self._facts.identity, request.cache_salt), secrets.token_hex(16)
-            begun = self._looker.begin(group, name, tuple(request.prompt_token_ids))
-            tracked.publication = _Publication(group, name, begun)
+            name = namespace(self._facts.identity, request.cache_salt)
+            tracked.publication = self._announced(name, tuple(request.prompt_token_ids))
+
+    def _announced(self, name: str, token_ids: tuple[int, ...]) -> _Publication:
+        """A cache that is about to be written, in a group of its own."""
+        assert self._facts is not None
+        facts, group = self._facts, secrets.token_hex(16)
+        manifest = Manifest(name, facts.identity, group, token_ids, facts.shape, facts.dtype, facts.rotations)
+        return _Publication(group, name, self._looker.begin(manifest))
 
     def matched(self, request: Any, n_computed: int) -> tuple[int | None, bool]:
         """How many tokens beyond those computed can be had; None: ask again. See vLLM's connector base."""
@@ -199,9 +206,9 @@ class SchedulerSide:
         tracked.is_loading = True
         tracked.undo_salt = salt_blocks(request, claim.n_own, self._hash_tokens)
         tokens, block_ids = tuple(request.prompt_token_ids[: claim.n_end]), tuple(blocks.get_block_ids()[0])
-        self._messages.takes.append(
-            Take(request.request_id, claim.match.manifest, tokens, claim.n_own, block_ids)
-        )
+        manifest = claim.match.manifest
+        take = Take(request.request_id, manifest, tokens, claim.n_own, block_ids, claim.wait_seconds)
+        self._messages.takes.append(take)
 
     def messages(self, output: SchedulerOutput) -> Messages:
         """To the worker, for this step."""
@@ -228,8 +235,9 @@ class SchedulerSide:
             return
         if is_resumed and publication.upto:
             # its pages were given away: what is written so far stays, what follows is the same tokens again
-            self._messages.dropped_groups.append(publication.group)
-            publication.group, publication.upto = secrets.token_hex(16), 0
+            self._drop(publication)
+            publication = self._announced(publication.name, tuple(request.prompt_token_ids))
+            tracked.publication = publication
         stop = min(request.num_computed_tokens + n_scheduled, request.num_prompt_tokens)
         block_ids = output.kv_connector_block_state.get_block_ids(request.request_id)
         if stop <= publication.upto or block_ids is None:
@@ -268,6 +276,8 @@ class SchedulerSide:
         answer: dict[str, Any] = {}
         if tracked.outcome is not None:
             answer |= tracked.outcome.record()
+        elif tracked.is_loading:
+            self._messages.given_up_takes.append(request.request_id)
         n_kept = 0
         if tracked.asked.publish or tracked.asked.publish_output:
             published = self._published(tracked)
@@ -283,6 +293,7 @@ class SchedulerSide:
         if publication.upto < request.num_prompt_tokens:
             self._give_up(tracked, "the request ended before its prompt was read")
             return Published(0, reason="the request ended before its prompt was read")
+        self._looker.end(publication.group)
         pending = Published(0, reason="not written yet: the storage is slow, or failed", pending=True)
         if self._looker.is_stuck(_SEEN_SECONDS):
             return pending
@@ -314,8 +325,12 @@ class SchedulerSide:
 
     def _give_up(self, tracked: _Tracked, reason: str) -> None:
         assert tracked.publication is not None
-        self._messages.dropped_groups.append(tracked.publication.group)
+        self._drop(tracked.publication)
         tracked.publication, tracked.published = None, Published(0, reason=reason)
+
+    def _drop(self, publication: _Publication) -> None:
+        self._messages.dropped_groups.append(publication.group)
+        self._looker.end(publication.group)
 
 
 def _learn_taken(tracked: _Tracked, taken: Taken) -> None:
@@ -340,4 +355,5 @@ def _learn_taken(tracked: _Tracked, taken: Taken) -> None:
         bytes=taken.bytes,
         load_seconds=taken.load_seconds,
         map_seconds=taken.map_seconds,
+        wait_seconds=taken.wait_seconds,
     )

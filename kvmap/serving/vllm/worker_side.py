@@ -13,16 +13,18 @@ from kvmap.errors import KvmapError
 from kvmap.serving.compatibility import EngineFacts, Incompatible
 from kvmap.serving.store import SharedFolder
 from kvmap.serving.vllm.facts import engine_facts
+from kvmap.serving.vllm.heads import KeptHeads
 from kvmap.serving.vllm.loading import Loader
 from kvmap.serving.vllm.mapper_files import engine_mapper
 from kvmap.serving.vllm.messages import Messages, Report, Take, Taken
 from kvmap.serving.vllm.model_access import find_model
 from kvmap.serving.vllm.native import NativeLayers
+from kvmap.serving.vllm.own_tokens import TargetParts
 from kvmap.serving.vllm.pages import LayerPages, PageOrder
 from kvmap.serving.vllm.publishing import Publisher
 from kvmap.serving.vllm.rotary_check import check_rotary
 from kvmap.serving.vllm.settings import Settings
-from kvmap.serving.vllm.taking import Taker, TargetParts
+from kvmap.serving.vllm.taking import Taker
 
 _log = logging.getLogger(__name__)
 
@@ -72,17 +74,21 @@ class WorkerSide:
                         publisher.copy_layer(publish, layer)
                     publisher.finish(publish)
                 self._sent.add(publish.request_id)
-        for take in messages.takes:
-            if taker is None:
-                why = (
-                    self._opened
-                    if isinstance(self._opened, Incompatible)
-                    else Incompatible("mapper_file", "no mapper")
-                )
+        self._take(messages, taker, is_idle)
+
+    def _take(self, messages: Messages, taker: Taker | None, is_idle: bool) -> None:
+        if taker is None:
+            opened = self._opened
+            why = opened if isinstance(opened, Incompatible) else Incompatible("mapper_file", "no mapper")
+            for take in messages.takes:
                 self._note(take, Taken(why.cause, str(why)))
-            else:
-                taker.start(take)
-        if taker is not None and (done := taker.finish_one(_IDLE_WAIT_SECONDS if is_idle else 0.0)):
+            return
+        for take in messages.takes:
+            taker.start(take)
+        for request_id in messages.given_up_takes:
+            if taker.give_up(request_id) is not None:
+                self._received.add(request_id)
+        for done in taker.advance(_IDLE_WAIT_SECONDS if is_idle else 0.0):
             self._note(*done)
 
     def save_layer(self, messages: Messages, layer_name: str) -> None:
@@ -175,7 +181,7 @@ class WorkerSide:
         if self._settings.mapper is None:
             return None
         mapper = engine_mapper(self._settings).to(pages[0].device)
-        parts = TargetParts(facts, mapper, pages, self._native_layers)
+        parts = TargetParts(facts, mapper, pages, self._native_layers, KeptHeads())
         return Taker(parts, self._loader, self._settings)
 
     def _model_found(self) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,6 +115,18 @@ def manifest_of(storage: Path, prompt: Prompt) -> tuple[Path, Manifest]:
         if manifest.token_ids == tuple(prompt):
             return path, manifest
     raise AssertionError(f"no cache of these {len(prompt)} tokens is published")
+
+
+def wait_until_published(storage: Path, prompt: Prompt, seconds: float = 20.0) -> None:
+    """What is written after an answer takes its time."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            manifest_of(storage, prompt)
+            return
+        except AssertionError:
+            time.sleep(0.05)
+    manifest_of(storage, prompt)
 
 
 def part_of(storage: Path, prompt: Prompt, run: int, layer: int) -> Path:

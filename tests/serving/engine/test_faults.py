@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -194,6 +195,24 @@ def streamed(lines: list[str]) -> str:
     return "".join(choice["text"] for line in lines for choice in json.loads(line)["choices"])
 
 
+def test_a_target_maps_while_the_source_still_reads(both: Both) -> None:
+    """Both are asked at the same time; the source reads in four steps, and its storage takes its time."""
+    (prompt,) = zoo_prompts(1, lengths=(900,), seed=899)
+    plain, _ = both.target.tokens(prompt, None)
+    forget_by_filling(both)
+    delay(both.storage, put_part=0.03)
+    with ThreadPoolExecutor(2) as pool:
+        publishing = pool.submit(both.source.complete, prompt, {"publish": True}, 1)
+        asked = {"take": True, "wait_seconds": 60.0, "grace_seconds": 10.0}
+        tokens, outcome = both.target.tokens(prompt, asked)
+        publishing.result()
+    delay(both.storage)
+    assert tokens == plain
+    assert outcome is not None
+    assert (outcome.outcome, outcome.n_mapped) == ("applied", 899)
+    assert outcome.wait_seconds > 0.1
+
+
 def test_two_hundred_requests_are_answered_and_none_wrongly(both: Both) -> None:
     """The storage is damaged and slowed down, and the source killed in the middle of its work."""
     draw = random.Random(0)
@@ -235,6 +254,14 @@ def test_two_hundred_requests_are_answered_and_none_wrongly(both: Both) -> None:
     assert {"timeout", "not_found"} <= {cause for _, cause in outcomes}
     status = json.loads(urllib.request.urlopen(f"http://127.0.0.1:{both.target.port}/kvmap/status").read())
     assert status["counts"]["requests"] >= 200
+    metrics = urllib.request.urlopen(f"http://127.0.0.1:{both.target.port}/metrics").read().decode()
+    told = {
+        (found[1], found[2]): int(float(found[3]))
+        for found in re.finditer(r'^kvmap_takes_total\{cause="(\w*)",outcome="(\w+)"\} (\S+)$', metrics, re.M)
+    }
+    assert sum(told.values()) == status["counts"]["requests"]
+    assert told["", "applied"] == status["counts"]["applied"]
+    assert f"kvmap_mapped_tokens_total {float(status['counts']['mapped_tokens'])}" in metrics
 
 
 def forget_by_filling(both: Both) -> None:

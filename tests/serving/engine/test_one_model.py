@@ -24,6 +24,7 @@ from tests.serving.engine.engines import (
     part_of,
     rewrite_manifest,
     running,
+    wait_until_published,
 )
 from tests.serving.engine.prompts import zoo_prompts
 
@@ -263,6 +264,7 @@ def test_an_output_is_published_and_continued(twin: Twin) -> None:
     turn = [*prompt, *first.tokens, *zoo_prompts(1, lengths=(40,), seed=780)[0]]
     twin.engine.forget()
     (plain,) = twin.engine.run([turn], N)
+    wait_until_published(twin.storage, turn[: len(prompt) + N - 1])
     twin.engine.forget()
     (answer,) = twin.engine.run([turn], N, TAKE)
     assert answer.tokens == plain.tokens

@@ -12,7 +12,7 @@ from kvmap.mappers import Mapper
 from kvmap.mappers.identity import IdentityMapper
 from kvmap.models.cache import KVCache
 from kvmap.models.capture import prefill
-from kvmap.serving.vllm.filling import ColumnMap
+from kvmap.serving.vllm.column_map import ColumnMap
 from kvmap.transfer import transfer
 from tests.tiny_random_models import random_ids
 from tests.transfer.fitted_maps import FORMS, fitted_mapper, source_model, target_model
@@ -70,6 +70,27 @@ def test_columns_equal_those_of_a_hand_off(form: str, first: int, stop: int) -> 
         torch.testing.assert_close(
             found["values"][number], handed.values[layer][:, :, first:stop], atol=2e-5, rtol=2e-5
         )
+
+
+@pytest.mark.parametrize("form", [*sorted(FORMS), "identity"])
+def test_a_layer_is_mapped_from_the_source_layers_it_needs_alone(form: str) -> None:
+    """As they arrive: nothing of the layers above is there, and each layer is the same as in one go."""
+    mapper, source = mapper_of(form), source_cache()
+    target = source if form == "identity" else prefill(target_model(), random_ids(1, N_TOKENS, seed=3))
+    assert source.rotations is not None
+    assert target.rotations is not None
+    columns = ColumnMap(mapper, "strip", source.rotations, target.rotations, torch.float32)
+    native = [(target.keys[layer], target.values[layer]) for layer in range(mapper.native_layers)]
+    whole = columns.map(source.keys, source.values, 0, native)
+    needs = [columns.needs(layer) for layer in columns.layers]
+    for layer, n in zip(columns.layers, needs, strict=True):
+        assert 0 < n <= len(source.keys)
+        alone = columns.map(source.keys[:n], source.values[:n], 0, native, [layer])
+        assert list(alone.keys) == list(alone.values) == [layer]
+        torch.testing.assert_close(alone.keys[layer], whole.keys[layer])
+        torch.testing.assert_close(alone.values[layer], whole.values[layer])
+        with pytest.raises(IndexError):
+            columns.map(source.keys[: n - 1], source.values[: n - 1], 0, native, [layer])
 
 
 def test_the_identity_map_gives_back_the_cache_within_rounding() -> None:
