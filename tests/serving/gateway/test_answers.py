@@ -165,10 +165,13 @@ class TestHandOff:
         assert report["n_prompt"] == 617
         assert report["bytes"] == 61500
         assert report["read_seconds"] is None, "the source has read it already"
-        assert transfer(target.requests[0]) == {"take": True, "min_tokens": 256, "wait_seconds": 2.0}
+        assert transfer(target.requests[0]) == {"take": True, "min_tokens": 256, "wait_seconds": 60.0}
         assert len(source.requests) == 1
 
-    def test_by_a_rule_has_the_source_read_the_prompt_first(self, gateway: Start, source: FakeEngine) -> None:
+    def test_by_a_rule_has_the_source_read_the_prompt(
+        self, gateway: Start, source: FakeEngine, target: FakeEngine
+    ) -> None:
+        target.pause = 0.03
         report = told(say(gateway(rules={"from_turn": 1}), LONG, stop=["no"], logprobs=True))
         assert report["outcome"] == "applied"
         assert report["read_seconds"] > 0
@@ -189,9 +192,9 @@ class TestHandOff:
         assert len(source.requests) == 1, "few new tokens are not worth another reading"
 
     def test_of_another_conversation_of_the_same_user_is_read_anew(
-        self, gateway: Start, source: FakeEngine
+        self, gateway: Start, source: FakeEngine, target: FakeEngine
     ) -> None:
-        running = gateway()
+        running, target.pause = gateway(), 0.03
         say(running, "w" * 900, user="anna")
         report = told(say(running, LONG, user="anna", **wish(escalate=True)))
         assert report["outcome"] == "applied"
