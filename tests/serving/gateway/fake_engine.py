@@ -207,12 +207,12 @@ class _Answer:
         engine.reads_over += 1
 
     async def _wait_for_a_cache(self) -> None:
-        """As the connector: a grace until one is announced, and from then on until it is written."""
+        """A grace until one is announced that is longer than what is there, and then until it is written."""
         storage, since = self.engine.storage, time.monotonic()
         while True:
             waited, found = time.monotonic() - since, storage.longest(self.ids)
             written = storage.longest_announced(self.ids) <= found
-            if waited >= self.asked["wait_seconds"] or (written and found):
+            if found >= len(self.ids) or waited >= self.asked["wait_seconds"]:
                 return
             if written and waited >= self.asked.get("grace_seconds", 0):
                 return

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
 import pytest
 
+from kvmap.serving.gateway.app import Gateway
+from kvmap.serving.gateway.asked import asked
+from kvmap.serving.gateway.case import Case
+from kvmap.serving.gateway.reading_settings import read_settings
 from kvmap.serving.gateway.report import Report
 from kvmap.serving.gateway.sessions import Session
 from tests.serving.gateway.asking import LONG, Start, say, stream, told, transfer, wish
@@ -79,6 +85,16 @@ class TestBesideTheTarget:
         assert (found["outcome"], found["overlapped"]) == ("applied", False)
         assert found["read_seconds"] > 0.15
         assert transfer(target.requests[0]) == {"take": True, "min_tokens": 256, "wait_seconds": 7.0}
+
+    def test_in_mid_conversation_what_is_new_is_waited_for(
+        self, gateway: Start, source: FakeEngine, target: FakeEngine, streamed: bool
+    ) -> None:
+        running = gateway()
+        say(running, LONG, **wish(session="s"))
+        source.prefill = 0.0002
+        found = report(running, streamed, LONG, "small says yes.", "y" * 400)
+        assert (found["overlapped"], found["outcome"]) == (True, "applied")
+        assert found["n_mapped"] == found["n_prompt"] - 2
 
     def test_an_answer_that_ends_first_leaves_the_read_to_the_next_turn(
         self, gateway: Start, source: FakeEngine, target: FakeEngine, streamed: bool
@@ -224,6 +240,24 @@ def test_one_that_is_left_at_the_end_is_cut(source: FakeEngine, target: FakeEngi
         assert eventually(lambda: source.aborted == 1)
         assert process.stderr is not None
         assert not ended or "Traceback" not in process.stderr.read()
+
+
+def test_closing_a_gateway_ends_what_is_left(source: FakeEngine, target: FakeEngine) -> None:
+    source.prefill = 0.03
+    urls = {"source.url": source.url, "target.url": target.url}
+
+    async def left() -> list[int]:
+        gateway = Gateway(read_settings(None, urls, {}), {})
+        found, wanted = gateway.cascade.handing_over.reads, {"prompt": LONG, "max_tokens": 3}
+        async with AsyncExitStack() as closing:
+            request = asked("completion", wanted, {}, gateway.settings.limits)
+            case = Case(request, Session(), gateway.cascade.prompts.count, closing, concluded=True)
+            await found.begin(case)
+        numbers = [len(found)]
+        await gateway.aclose()
+        return [*numbers, len(found)]
+
+    assert asyncio.run(left()) == [1, 0]
 
 
 class TestPublishedOnHandOff:
