@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvmap.serving.bench.points import GATEWAY_COLD, GATEWAY_REPREFILL, Point
 from tests.serving.gateway.asking import LONG, Start, say, told, transfer, wish
 from tests.serving.gateway.fake_engine import FakeEngine
 from tests.serving.gateway.running import Running
@@ -316,6 +317,14 @@ class TestLimitsOfAnAnswer:
 class TestWhatElseIsServed:
     def test_models(self, gateway: Start) -> None:
         assert [model.id for model in gateway().client().models.list()] == ["kvmap", "small", "large"]
+
+    @pytest.mark.parametrize(("mode", "means"), [(GATEWAY_REPREFILL, "reprefill"), (GATEWAY_COLD, "handoff")])
+    def test_the_bench(self, gateway: Start, mode: str, means: str) -> None:
+        sent = {"repetition_penalty": 1.0, "max_tokens": 2, "logprobs": None, "ignore_eos": True}
+        extra = {"temperature": 0, **Point(mode, 100, 1, 1, 2, 0).extra}
+        report = _last(gateway(), model="kvmap", prompt="b" * 100, stream=True, extra_body=sent | extra)
+        assert (report["answered_by"], report["mode"]) == ("target", means)
+        assert report["outcome"] == ("applied" if means == "handoff" else None)
 
     def test_a_model_that_is_none_of_them(self, gateway: Start) -> None:
         with pytest.raises(Exception, match="there is no 'huge'; known: kvmap, small, large"):
