@@ -22,12 +22,13 @@ CORE = ("models", "fit", "mappers", "transfer", "kernels")
 HEAVY = ("hydra", "omegaconf", "wandb", "tensorboard", "lm_eval", "datasets", "gguf", "jaxtyping")
 
 # Room: the rooms it may import. Data goes from left to right along the pipeline, imports from right to left.
-BASE = {"errors", "files", "locks", "metrics", "progress"}
+BASE = {"causes", "errors", "files", "locks", "metrics", "progress"}
 MODELS = BASE | {"models", "zoo"}
 FIT = MODELS | {"data", "kernels", "fit"}
 TRANSFER = FIT | {"mappers", "transfer"}
 MAY_IMPORT = {
     "": set(),
+    "causes": set(),
     "errors": set(),
     "metrics": set(),
     "progress": set(),

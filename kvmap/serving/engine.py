@@ -22,6 +22,8 @@ ROLES = {"source": "kv_producer", "target": "kv_consumer", "both": "kv_both"}
 CONNECTOR = "KvmapConnector"
 CONNECTOR_MODULE = "kvmap.serving.vllm.connector"
 MIDDLEWARE = "kvmap.serving.vllm.middleware.OutcomeMiddleware"
+#: what the gateway reads in answers: tokens that were cached, and the time to the first token
+TOLD = ("--enable-prompt-tokens-details", "--enable-per-request-metrics")
 GIB = 1 << 30
 
 
@@ -108,7 +110,9 @@ def serve_command(options: EngineOptions) -> list[str]:
     if options.max_model_len is not None:
         command += ["--max-model-len", str(options.max_model_len)]
     command += ["--kv-transfer-config", json.dumps(transfer_config(options)), "--middleware", MIDDLEWARE]
-    return command + list(options.more)
+    # vLLM refuses metrics of requests where it keeps no statistics
+    told = TOLD[:1] if "--disable-log-stats" in options.more else TOLD
+    return [*command, *told, *options.more]
 
 
 def serve_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvmap.transfer.gated import CAUSES as GATE_CAUSES
-from kvmap.transfer.gated import Status
+from kvmap.causes import CAUSES as GATE_CAUSES
+from kvmap.causes import Status, Tally
 
-#: why nothing mapped was used, and which status that is: those of `kvmap.transfer.gated`, and serving's own
+#: why nothing mapped was used, and which status that is: those of `kvmap.causes`, and serving's own
 CAUSES: dict[str, Status] = {
     **GATE_CAUSES,
     "request": "unsupported",
@@ -131,33 +129,24 @@ def _object(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 @dataclass
-class OutcomeCounts:
-    """What was answered so far; may be shared by threads.
+class OutcomeCounts(Tally):
+    """What was answered so far, by a target and by a source; may be shared by threads.
 
     Attributes:
-        applied, fell_back, unsupported: requests to a target by outcome.
-        by_cause: requests by cause, those applied left out.
         mapped_tokens: of the requests that were applied.
         published: requests whose cache was published.
         published_tokens: tokens of theirs.
     """
 
-    applied: int = 0
-    fell_back: int = 0
-    unsupported: int = 0
-    by_cause: Counter[str] = field(default_factory=Counter)
     mapped_tokens: int = 0
     published: int = 0
     published_tokens: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, outcome: Outcome) -> None:
         """Count one answer of a target."""
         with self._lock:
-            setattr(self, outcome.outcome, getattr(self, outcome.outcome) + 1)
+            self._count(outcome.outcome, outcome.cause)
             self.mapped_tokens += outcome.n_mapped
-            if outcome.cause is not None:
-                self.by_cause[outcome.cause] += 1
 
     def add_published(self, published: Published) -> None:
         """Count one answer of a source."""
@@ -165,20 +154,11 @@ class OutcomeCounts:
             self.published += published.published > 0
             self.published_tokens += published.published
 
-    @property
-    def requests(self) -> int:
-        """Answers of a target."""
-        return self.applied + self.fell_back + self.unsupported
-
     def record(self) -> dict[str, Any]:
         """As JSON can hold it."""
         with self._lock:
             return {
-                "requests": self.requests,
-                "applied": self.applied,
-                "fell_back": self.fell_back,
-                "unsupported": self.unsupported,
-                "by_cause": dict(sorted(self.by_cause.items())),
+                **self._counted(),
                 "mapped_tokens": self.mapped_tokens,
                 "published": self.published,
                 "published_tokens": self.published_tokens,

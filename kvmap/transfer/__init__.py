@@ -11,13 +11,14 @@ a hand-off only where it passes a gate, and the target's own prefill elsewhere.
 
 from __future__ import annotations
 
+from kvmap.causes import CAUSES
 from kvmap.fit.view import ROPE_STRATEGIES, calibration_view
 from kvmap.transfer.canary import canary_kl, is_sampled, request_key
 from kvmap.transfer.context import TransferError
 from kvmap.transfer.continuation import continue_greedy, score_continuations
 from kvmap.transfer.cost import HandOffFlops, handoff_flops, native_share
 from kvmap.transfer.gate import Gate, gated_transfer
-from kvmap.transfer.gated import CAUSES, GateCounts, Gated
+from kvmap.transfer.gated import GateCounts, Gated
 from kvmap.transfer.handoff import HandOff, TransferOptions, native, transfer
 from kvmap.transfer.oracle import OwnKind
 from kvmap.transfer.recompute import RECOMPUTE_RULES

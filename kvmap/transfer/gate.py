@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvmap.causes import CAUSES, Status
 from kvmap.errors import KvmapError, UnknownName
 from kvmap.files import ArtifactCorrupt, ArtifactMissing
 from kvmap.mappers import VERDICTS, Canary, Mapper, MapperMismatch, load_mapper
@@ -25,7 +26,7 @@ from kvmap.models.pair import LoadedModel
 from kvmap.models.storage import load_kv
 from kvmap.transfer.canary import canary_kl, is_sampled, n_compared, request_key
 from kvmap.transfer.context import Context, TransferError, check_parts, read_context
-from kvmap.transfer.gated import CAUSES, Gated, Status
+from kvmap.transfer.gated import Gated
 from kvmap.transfer.handoff import HandOff, TransferOptions, native, transfer
 
 _log = logging.getLogger(__name__)

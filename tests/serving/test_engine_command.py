@@ -35,6 +35,7 @@ def test_a_source_needs_no_mapper_and_passes_on_what_follows(
     command = shlex.split(capsys.readouterr().out)
     assert command[-1] == "--enforce-eager"
     assert command[command.index("--model") + 1].endswith("tiny-small")
+    assert command[-3:-1] == ["--enable-prompt-tokens-details", "--enable-per-request-metrics"]
     config = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert config["kv_role"] == "kv_producer"
     assert config["kv_load_failure_policy"] == "recompute"
@@ -66,6 +67,16 @@ def test_a_target_is_given_its_mapper_and_settings(
     assert extra["storage"] == str(Path("s").absolute())
     assert (extra["hold_back"], extra["allow_verdicts"]) == (4, ["try_mlp"])
     assert command[command.index("--served-model-name") + 1] == "big"
+
+
+def test_an_engine_without_statistics_tells_no_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--role", "source", "--model", "m", "--storage", str(tmp_path), "--dry-run"]
+    assert main([*arguments, "--", "--disable-log-stats"]) == 0
+    command = shlex.split(capsys.readouterr().out)
+    assert "--enable-per-request-metrics" not in command
+    assert "--enable-prompt-tokens-details" in command
 
 
 @pytest.mark.parametrize(

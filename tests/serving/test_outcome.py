@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from kvmap.causes import CAUSES as GATE_CAUSES
 from kvmap.serving.asking import Asked, BadAsking, read_asked
 from kvmap.serving.outcome import (
     CAUSES,
@@ -17,7 +18,6 @@ from kvmap.serving.outcome import (
     read_published,
     refused,
 )
-from kvmap.transfer.gated import CAUSES as GATE_CAUSES
 
 
 def body(record: object) -> dict[str, object]:

@@ -4,6 +4,7 @@ python -m kvmap.serving.bench --source-url http://127.0.0.1:8001 --target-url ht
     --tokenizer MODEL_FOLDER --lengths 128 512 2048 --concurrency 1 4 --out FOLDER
 
 Both engines are started by `python -m kvmap.serving.engine`; the client is vLLM's own (`vllm bench serve`).
+With `--gateway-url` the same is asked of the gateway before them too.
 Writes FOLDER/serving.csv, serving.json (what was run) and, where matplotlib is installed, serving.png.
 """
 
@@ -11,18 +12,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from urllib.request import urlopen
 
 from kvmap.errors import KvmapError
 from kvmap.files import write_csv, write_json
 from kvmap.progress import track
-from kvmap.serving.bench.client import STATUS_SECONDS, Engine, Measured, run
-from kvmap.serving.bench.points import PUBLISH, Point, grid
+from kvmap.serving.bench.client import Engine, Measured, run, running_engine
+from kvmap.serving.bench.points import Point, Whom, grid
 from kvmap.serving.bench.table import Row, rows_of
 
 SHOWN = ("mode", "n_tokens", "concurrency", "requests", "applied", "ttft_ms", "of_re_prefill", "tpot_ms")
@@ -47,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--source-url", required=True, help="the small engine, which publishes")
     parser.add_argument("--target-url", required=True, help="the large engine, which takes")
+    parser.add_argument("--gateway-url", help="the gateway before the two; measured too where it is given")
     parser.add_argument("--tokenizer", required=True, help="folder or name; random prompts are drawn from it")
     parser.add_argument(
         "--lengths", type=_positive, nargs="+", default=[128, 512, 1024], help="tokens of a prompt"
@@ -76,7 +76,12 @@ def _positive(text: str) -> int:
 def _bench(given: argparse.Namespace) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise KvmapError("vLLM is not installed here, whose client this runs; see docs/serving.md")
-    source, target = (_engine(url, given.tokenizer) for url in (given.source_url, given.target_url))
+    engines: dict[Whom, Engine] = {
+        "source": running_engine(given.source_url, given.tokenizer),
+        "target": running_engine(given.target_url, given.tokenizer),
+    }
+    if given.gateway_url is not None:
+        engines["gateway"] = running_engine(given.gateway_url, given.tokenizer, engines["target"].url)
     rounds = list(
         grid(
             given.lengths,
@@ -85,21 +90,18 @@ def _bench(given: argparse.Namespace) -> None:
             n_output=given.output_tokens,
             repeats=given.repeats,
             seed=given.seed,
+            gateway="gateway" in engines,
         )
     )
     measured: dict[Point, Measured] = {}
     points = [point for together in rounds for point in together]
     for point in track(points, len(points), "bench: points"):
-        measured[point] = run(source if point.mode == PUBLISH else target, point)
-        _write(given, rows_of(measured) if _is_whole(measured) else [])
+        measured[point] = run(engines[point.whom], point)
+        whole = len(measured) % len(rounds[0]) == 0
+        _write(given, rows_of(measured) if whole else [])
     rows = rows_of(measured)
     print(_text(rows))
     print(f"table: {given.out / 'serving.csv'}")
-
-
-def _is_whole(measured: dict[Point, Measured]) -> bool:
-    """Whether the last round is complete."""
-    return len(measured) % 3 == 0
 
 
 def _write(given: argparse.Namespace, rows: list[Row]) -> None:
@@ -124,20 +126,6 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _engine(url: str, tokenizer: str) -> Engine:
-    url = url.rstrip("/")
-    if not url.startswith(("http://", "https://")):
-        raise KvmapError(f"{url}: expected the address of an engine, as http://127.0.0.1:8001")
-    try:
-        with urlopen(f"{url}/v1/models", timeout=STATUS_SECONDS) as answer:
-            model = json.load(answer)["data"][0]["id"]
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise KvmapError(f"{url}: no engine answers ({error}); start it, or mend the address") from error
-    engine = Engine(url, model, tokenizer)
-    engine.counts()
-    return engine
 
 
 def _text(rows: Sequence[Row]) -> str:

@@ -20,17 +20,19 @@ STATUS_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that runs.
+    """An engine that runs, or a gateway.
 
     Attributes:
         url: without a path.
         model: name that it serves.
         tokenizer: folder or name, for the client's random prompts.
+        counted_at: address of the engine that counts; None: its own. A gateway counts at its target.
     """
 
     url: str
     model: str
     tokenizer: str
+    counted_at: str | None = None
 
     def counts(self) -> dict[str, int]:
         """Finished requests by outcome since it started.
@@ -38,7 +40,7 @@ class Engine:
         Raises:
             KvmapError: it does not answer as an engine of kvmap does.
         """
-        address = f"{self.url}/kvmap/status"
+        address = f"{self.counted_at or self.url}/kvmap/status"
         try:
             with urlopen(address, timeout=STATUS_SECONDS) as answer:
                 counts = json.load(answer)["counts"]
@@ -48,6 +50,25 @@ class Engine:
                 "started"
             ) from error
         return {name: int(value) for name, value in counts.items() if isinstance(value, int)}
+
+
+def running_engine(url: str, tokenizer: str, counted_at: str | None = None) -> Engine:
+    """The engine, or the gateway, at an address, under the name that it gives itself.
+
+    Raises:
+        KvmapError: none answers there, or none that kvmap has started.
+    """
+    url = url.rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise KvmapError(f"{url}: expected the address of an engine, as http://127.0.0.1:8001")
+    try:
+        with urlopen(f"{url}/v1/models", timeout=STATUS_SECONDS) as answer:
+            model = json.load(answer)["data"][0]["id"]
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise KvmapError(f"{url}: no engine answers ({error}); start it, or mend the address") from error
+    engine = Engine(url, model, tokenizer, counted_at)
+    engine.counts()
+    return engine
 
 
 @dataclass(frozen=True)
@@ -75,9 +96,7 @@ class Measured:
 
 def command(engine: Engine, point: Point, file: Path) -> list[str]:
     """The client's command line; `file` is where it writes its result."""
-    extra: dict[str, object] = {"temperature": 0}
-    if point.asked is not None:
-        extra["kv_transfer_params"] = {"kvmap": point.asked}
+    extra = {"temperature": 0, **point.extra}
     return [
         *(sys.executable, "-m", "kvmap.serving.vllm.bench_client"),
         *("--backend", "openai", "--base-url", engine.url, "--endpoint", "/v1/completions"),

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvmap.serving.bench.points import COLD, REPREFILL, WARM
+from kvmap.serving.bench.points import COLD, GATEWAY_COLD, GATEWAY_REPREFILL, GATEWAY_WARM, REPREFILL, WARM
 
 LINES = {
     REPREFILL: ("re-prefill", "#0072B2", "-"),
     WARM: ("hand-off, source has read", "#D55E00", "-"),
     COLD: ("hand-off, source reads first", "#D55E00", "--"),
+    GATEWAY_REPREFILL: ("gateway, re-prefill", "#56B4E9", "-"),
+    GATEWAY_WARM: ("gateway, source has read", "#009E73", "-"),
+    GATEWAY_COLD: ("gateway, source reads meanwhile", "#009E73", "--"),
 }
 
 
@@ -34,6 +37,8 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
     for axis, concurrency in zip(axes[0], concurrencies, strict=True):
         for mode, (label, colour, style) in LINES.items():
             own = [row for row in rows if (row["mode"], int(row["concurrency"])) == (mode, concurrency)]
+            if not own:
+                continue
             own.sort(key=lambda row: int(row["n_tokens"]))
             times = [float(row["ttft_ms"]) / 1000 for row in own]
             axis.plot(

@@ -7,11 +7,22 @@ from statistics import median
 from typing import Any, TypeAlias
 
 from kvmap.serving.bench.client import Measured
-from kvmap.serving.bench.points import COLD, PUBLISH, REPREFILL, WARM, Point
+from kvmap.serving.bench.points import (
+    COLD,
+    GATEWAY_COLD,
+    GATEWAY_REPREFILL,
+    GATEWAY_WARM,
+    PUBLISH,
+    REPREFILL,
+    WARM,
+    Point,
+)
 
 Row: TypeAlias = dict[str, Any]
 
 OUTCOMES = ("applied", "fell_back", "unsupported")
+#: modes that have a row, in order; the gateway's where they were run
+_ROWS = (PUBLISH, REPREFILL, WARM, COLD, GATEWAY_REPREFILL, GATEWAY_COLD, GATEWAY_WARM)
 
 
 def rows_of(measured: Mapping[Point, Measured]) -> list[Row]:
@@ -19,7 +30,8 @@ def rows_of(measured: Mapping[Point, Measured]) -> list[Row]:
 
     `of_re_prefill` is the time to first token over that of re-prefill of the same repeat: these follow each
     other closely, and are not parted by what else the machine does. `hand_off_cold` is a hand-off whose
-    source has not read yet: the time of the source's request and the time to first token after it.
+    source has not read yet, one after the other: the time of the source's request and the time to first token
+    after it. `gateway_hand_off_cold` is one whose target takes while the source reads.
     """
     by_case: dict[tuple[int, int], list[Mapping[str, Measured]]] = {}
     for together in _repeats(measured):
@@ -30,7 +42,8 @@ def rows_of(measured: Mapping[Point, Measured]) -> list[Row]:
     return [
         _row(mode, n_tokens, concurrency, repeats)
         for (n_tokens, concurrency), repeats in by_case.items()
-        for mode in (PUBLISH, REPREFILL, WARM, COLD)
+        for mode in _ROWS
+        if mode == COLD or mode in repeats[0]
     ]
 
 
@@ -55,7 +68,7 @@ def _row(mode: str, n_tokens: int, concurrency: int, repeats: Sequence[Mapping[s
         "ttft_ms": median(first),
         "of_re_prefill": median(a / b for a, b in zip(first, plain, strict=True)),
     }
-    if mode in (REPREFILL, WARM):
+    if mode not in (PUBLISH, COLD):
         row |= {
             "ttft_p90_ms": median(each.ttft_p90_ms for each in served),
             "tpot_ms": median(each.tpot_ms for each in served),

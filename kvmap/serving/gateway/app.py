@@ -57,7 +57,8 @@ class Gateway:
         self._started = int(time.time())
 
     async def aclose(self) -> None:
-        """Close every connection to an engine."""
+        """End what is still read, and close every connection to an engine."""
+        await self.cascade.handing_over.reads.aclose()
         for engine in self.engines.values():
             await engine.aclose()
 

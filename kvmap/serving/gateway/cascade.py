@@ -83,6 +83,7 @@ class Cascade:
             case.report.withheld_tokens = 0
             return self._stands(case, withheld, fallen)
         if not case.source_failed:
+            await self.handing_over.reads.give_up(case)  # its own answer reads the same prompt
             try:
                 return self._stands(case, await self._of_source(case, ask, judged=False), fallen)
             except EngineFailed as error:
@@ -120,8 +121,7 @@ class Cascade:
         return roles[0] if len(roles) == 1 else None
 
     async def _of_source(self, case: Case, ask: Ask[R], *, judged: bool) -> R:
-        report = case.report
-        report.mode, report.mode_reason, report.outcome = "source", None, None
+        case.report.of_source()
         body = await self._within_limits(case, "source", self.handing_over.source_body(case))
         return await ask(self.engines["source"], case, body, self.settings.confidence if judged else None)
 
@@ -163,7 +163,7 @@ class Cascade:
         report = case.report
         report.answered_by, report.why, report.because = chosen.by, chosen.why, chosen.because
         if chosen.by == "source":
-            report.mode, report.mode_reason, report.outcome = "source", None, None
+            report.of_source()
         if chosen.by == "target" and chosen.why in _ESCALATING:
             case.session.escalate()
         reply.note(case)
@@ -172,6 +172,7 @@ class Cascade:
     def conclude(self, case: Case) -> None:
         """All of an answer is there: what it says of hand-offs, times and the session is put down."""
         report, session = case.report, case.session
+        case.concluded = True
         self.handing_over.learn(case)
         self._learn_prefill(case)
         report.seconds_saved = self._seconds_saved(case)
@@ -204,7 +205,7 @@ class Cascade:
         if outcome is None or outcome.outcome != "applied" or seconds is None:
             return None
         alone = self.estimate.seconds(outcome.n_prompt - outcome.n_own_prefix)
-        return None if alone is None else alone - (report.read_seconds or 0.0) - seconds
+        return None if alone is None else alone - report.seconds_before - seconds
 
 
 def _nobody(failures: list[EngineFailed]) -> Refusal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -23,6 +24,8 @@ class Case:
         report: what will be told of its answer.
         closing: ends, however the request ends, the engines' streams that were opened for it.
         source_failed: whether the source has just given no answer.
+        reading: the source's read of its prompt, beside the target; None: there was none.
+        concluded: whether all of its answer is there.
         request_id: a name of the gateway's own, by which the engines' logs know it.
     """
 
@@ -31,6 +34,8 @@ class Case:
     count: Callable[[Asked], Awaitable[int | None]]
     closing: AsyncExitStack
     source_failed: bool = False
+    reading: asyncio.Task[None] | None = None
+    concluded: bool = False
     report: Report = field(default_factory=Report)
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _n_tokens: int | None = None

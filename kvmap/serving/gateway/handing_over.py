@@ -9,33 +9,32 @@ from typing import Any
 from kvmap.serving.gateway.asked import Asked
 from kvmap.serving.gateway.case import Case
 from kvmap.serving.gateway.counting import Counting
-from kvmap.serving.gateway.engine import Engine, EngineFailed, Role
-from kvmap.serving.gateway.outcomes import TRANSFER, note_outcome
+from kvmap.serving.gateway.engine import Engine, Role
+from kvmap.serving.gateway.outcomes import TRANSFER
 from kvmap.serving.gateway.prompts import Prompts, surely_shorter
 from kvmap.serving.gateway.settings import Mode, Settings
+from kvmap.serving.gateway.source_reads import SourceReads
 from kvmap.serving.outcome import FIELD
 
 #: seconds that `auto` does not ask again, after the target has said that hand-offs cannot be
 UNSUPPORTED_SECONDS = 60.0
 #: causes that are of the engines, not of one request
 _LASTING = ("mismatch", "layout")
-#: of a request, what has no bearing on how its prompt is read
-_OF_THE_ANSWER = {
-    *("stream", "stream_options", "n", "stop", "stop_token_ids", "seed", "logprobs", "top_logprobs", "echo"),
-    *("max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos", "logit_bias"),
-    *("allowed_token_ids", "bad_words", "response_format", "structured_outputs"),
-}
 
 
 class HandingOver:
-    """Has the source publish and the target take."""
+    """Has the source publish and the target take.
+
+    Attributes:
+        reads: has the source read what it has not read yet.
+    """
 
     def __init__(
         self, settings: Settings, engines: Mapping[Role, Engine], prompts: Prompts, counting: Counting
     ) -> None:
         """Args: all settings; both engines; what counts prompts; what counts."""
-        self._settings, self._engines = settings, engines
-        self._prompts, self._counting = prompts, counting
+        self._settings, self._prompts = settings, prompts
+        self.reads = SourceReads(engines["source"], settings, counting)
         self._unsupported: tuple[float, str] | None = None
 
     def mode(self, asked: Asked) -> Mode:
@@ -45,17 +44,18 @@ class HandingOver:
     def source_body(self, case: Case) -> dict[str, Any]:
         """What the source is asked: the request, and to publish its cache where that can be of use."""
         body = dict(case.asked.body)
+        every = self._settings.handoff.publish == "every_answer"
         short = surely_shorter(case.asked, self._min_tokens(case.asked))
-        if self.mode(case.asked) != "reprefill" and not short and self._may_publish(case):
+        if every and self.mode(case.asked) != "reprefill" and not short and self._may_publish(case):
             body[TRANSFER] = {FIELD: {"publish": True, "publish_output": case.asked.kind == "chat"}}
         return body
 
     async def target_body(self, case: Case) -> dict[str, Any]:
-        """What the target is asked, once the source has read and published what it has not yet.
+        """What the target is asked; what the source has not read yet it then reads, and publishes.
 
         The report's `mode` says which of the two it is, and `mode_reason` why, where there was a choice.
         """
-        body, report, handoff = dict(case.asked.body), case.report, self._settings.handoff
+        body, report = dict(case.asked.body), case.report
         mode = self.mode(case.asked)
         report.mode = "reprefill"
         if mode == "reprefill":
@@ -65,16 +65,29 @@ class HandingOver:
             if report.mode_reason is not None:
                 return body
         report.mode, report.mode_reason = "handoff", None
-        least = self._min_tokens(case.asked)
-        n_tokens = await case.n_tokens()
+        if await self._is_unread(case):
+            report.overlapped = await self.reads.begin(case)
+        body[TRANSFER] = {FIELD: self._take(case)}
+        return body
+
+    async def _is_unread(self, case: Case) -> bool:
+        """Whether the source is to read the prompt for this hand-off."""
+        least, n_tokens = self._min_tokens(case.asked), await case.n_tokens()
         unread = least if n_tokens is None else n_tokens - case.session.published_of(case.asked)
-        if unread >= least and self._may_publish(case) and not case.source_failed:
-            await self._have_it_read(case)
-        take: dict[str, Any] = {"take": True, "min_tokens": least, "wait_seconds": handoff.wait_seconds}
+        return unread >= least and self._may_publish(case) and not case.source_failed
+
+    def _take(self, case: Case) -> dict[str, Any]:
+        handoff = self._settings.handoff
+        take: dict[str, Any] = {
+            "take": True,
+            "min_tokens": self._min_tokens(case.asked),
+            "wait_seconds": handoff.wait_seconds,
+        }
+        if case.report.overlapped:
+            take["grace_seconds"] = handoff.grace_seconds
         if handoff.require is not None:
             take["require"] = handoff.require
-        body[TRANSFER] = {FIELD: take}
-        return body
+        return take
 
     def learn(self, case: Case) -> None:
         """Remember what the target said, for the next request."""
@@ -99,28 +112,6 @@ class HandingOver:
         if case.asked.kind == "chat" and await self._prompts.agree() is False:
             return "the engines' chat templates differ, so no cache of the one is of the other's tokens"
         return None
-
-    async def _have_it_read(self, case: Case) -> None:
-        """The source reads the prompt, whose earlier turns it has in its own cache, and publishes it."""
-        asked = case.asked
-        body = {name: value for name, value in asked.body.items() if name not in _OF_THE_ANSWER}
-        body["max_completion_tokens" if asked.kind == "chat" else "max_tokens"] = 1
-        body[TRANSFER] = {FIELD: {"publish": True}}
-        begun = time.perf_counter()
-        try:
-            seconds = self._settings.timeouts.first_token
-            answer = await self._engines["source"].answer(
-                asked.kind, body, f"{case.request_id}-read", seconds
-            )
-        except EngineFailed as error:
-            case.report.failed(error)
-            self._counting.engine_failed(error)
-            self._counting.reads.labels("failed").inc()
-            return
-        case.report.read_seconds = time.perf_counter() - begun
-        note_outcome(answer, case)
-        published = case.report.published
-        self._counting.reads.labels("published" if published and published.published else "nothing").inc()
 
     def _may_publish(self, case: Case) -> bool:
         return case.session.published_bytes < self._settings.sessions.max_bytes

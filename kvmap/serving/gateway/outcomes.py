@@ -14,14 +14,21 @@ TRANSFER = "kv_transfer_params"
 
 def note_outcome(body: Mapping[str, Any], case: Case) -> None:
     """Put what an answer, or a stream's event, says of a hand-off where it belongs."""
-    published = _sound(read_published, body)
-    if isinstance(published, Published):
-        case.report.published = published
-        n_tokens = max(published.published, published.output_pending)
-        case.session.published(n_tokens, published.bytes, case.asked.mark())
+    note_published(body, case)
     outcome = _sound(read_outcome, body)
     if isinstance(outcome, Outcome):
         case.report.outcome = outcome
+
+
+def note_published(body: Mapping[str, Any], case: Case) -> Published | None:
+    """The same of a publication alone, and what that is; None where nothing is said of one."""
+    published = _sound(read_published, body)
+    if not isinstance(published, Published):
+        return None
+    case.report.published = published
+    n_tokens = max(published.published, published.output_pending)
+    case.session.published(n_tokens, published.bytes, case.asked.mark(), case.report.started)
+    return published
 
 
 def _sound(read: Any, body: Mapping[str, Any]) -> Any:

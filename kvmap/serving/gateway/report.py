@@ -26,7 +26,8 @@ class Report:
         mode_reason: why the target was not told to take the cache, where it could have been.
         outcome: what the target made of the hand-off; None where none was asked for, or it did not say.
         published: what the source has published for this request; None: it was not asked, or did not say.
-        read_seconds: the source read the prompt for the hand-off alone; None: it did not.
+        read_seconds: the source read the prompt for the hand-off alone; None: it did not, or still reads.
+        overlapped: whether the target was asked while the source read it.
         confidence: of the source's answer, or of the tokens of it that were judged.
         withheld_tokens: of the source's answer, made and not sent.
         turn: of the conversation.
@@ -47,6 +48,7 @@ class Report:
     outcome: Outcome | None = None
     published: Published | None = None
     read_seconds: float | None = None
+    overlapped: bool = False
     confidence: float | None = None
     withheld_tokens: int = 0
     turn: int = 1
@@ -71,6 +73,15 @@ class Report:
         if self.first_token_at is None or self.sent_at is None:
             return None
         return self.first_token_at - self.sent_at
+
+    @property
+    def seconds_before(self) -> float:
+        """Seconds of the source's read that had passed before the target was asked."""
+        return 0.0 if self.overlapped else self.read_seconds or 0.0
+
+    def of_source(self) -> None:
+        """The source answers: what was tried with the target is no part of it."""
+        self.mode, self.mode_reason, self.outcome, self.overlapped = "source", None, None, False
 
     def count_usage(self, usage: Any) -> None:
         """Take over what an engine counted."""
@@ -107,7 +118,9 @@ class Report:
             "bytes": outcome.bytes if outcome else 0,
             "load_seconds": _rounded(outcome.load_seconds) if outcome else None,
             "map_seconds": _rounded(outcome.map_seconds) if outcome else None,
+            "wait_seconds": _rounded(outcome.wait_seconds) if outcome else None,
             "read_seconds": _rounded(self.read_seconds),
+            "overlapped": self.overlapped,
             "published": asdict(self.published) if self.published else None,
             "confidence": _rounded(self.confidence),
             "withheld_tokens": self.withheld_tokens,

@@ -27,6 +27,7 @@ class Session:
         tokens: of prompts and answers, all turns together, as the engines counted them.
         published_tokens: of the prompt that the source has published last.
         published_mark: by which a later prompt that begins with that one is known, see `Asked.mark`.
+        published_at: when the request came for which it was published.
         published_bytes: of all caches published for it; a bound on what it can fill the storage with.
         in_use: requests under way.
         used: when it was last used, seconds of the clock of its `Sessions`.
@@ -38,6 +39,7 @@ class Session:
     tokens: int = 0
     published_tokens: int = 0
     published_mark: Mark | None = None
+    published_at: float = float("-inf")
     published_bytes: int = 0
     in_use: int = 0
     used: float = 0.0
@@ -51,11 +53,19 @@ class Session:
         """The source answers from here on."""
         self.escalated, self.target_answers = False, 0
 
-    def published(self, n_tokens: int, n_bytes: int, mark: Mark) -> None:
-        """Count a cache that the source has published."""
+    def published(self, n_tokens: int, n_bytes: int, mark: Mark, started: float) -> None:
+        """Count a cache that the source has published.
+
+        Args:
+            n_tokens: of what; 0: nothing lies there.
+            n_bytes: that were written.
+            mark: by which a prompt that begins so is known.
+            started: when the request came for which it was. The source may still read for one turn while the
+                next is answered: of two, the later request's stands, whichever is published last.
+        """
         self.published_bytes += n_bytes
-        if n_tokens > 0:
-            self.published_tokens, self.published_mark = n_tokens, mark
+        if n_tokens > 0 and started >= self.published_at:
+            self.published_tokens, self.published_mark, self.published_at = n_tokens, mark, started
 
     def published_of(self, asked: Asked) -> int:
         """Tokens of a request's prompt that the source has published, with the answer that came then."""

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Mode: TypeAlias = Literal["auto", "handoff", "reprefill"]
+Publishing: TypeAlias = Literal["every_answer", "on_hand_off"]
 Measure: TypeAlias = Literal["mean", "first", "entropy", "off"]
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -105,8 +106,15 @@ class HandOffSettings(_Group):
         default="auto", description="handoff: from the source's cache; reprefill: by itself; auto"
     )
     min_tokens: int = Field(default=256, ge=1, description="a shorter context is not worth a hand-off")
+    publish: Publishing = Field(
+        default="every_answer", description="the source publishes its answers, or on_hand_off what it reads"
+    )
+    overlap: bool = Field(default=True, description="the target takes while the source still reads")
     wait_seconds: float = Field(
-        default=2.0, ge=0, le=60, description="the target waits for a cache being written"
+        default=60.0, ge=0, le=600, description="the target waits for a cache being written"
+    )
+    grace_seconds: float = Field(
+        default=2.0, ge=0, le=60, description="and for the source to begin, while it reads"
     )
     require: str | None = Field(
         default=None, description="verdict a mapper must have, as the engine names it: go"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +20,18 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 @dataclass
 class Storage:
-    """Prefixes whose caches were published."""
+    """Prefixes whose caches were published, and those that are being written."""
 
     prefixes: set[tuple[int, ...]] = field(default_factory=set)
+    announced: list[tuple[int, ...]] = field(default_factory=list)
 
     def longest(self, ids: tuple[int, ...]) -> int:
         """Tokens that ids shares with the best of them."""
         return max((_shared(ids, prefix) for prefix in self.prefixes), default=0)
+
+    def longest_announced(self, ids: tuple[int, ...]) -> int:
+        """The same of those that are being written."""
+        return max((_shared(ids, prefix) for prefix in self.announced), default=0)
 
 
 def _shared(left: tuple[int, ...], right: tuple[int, ...]) -> int:
@@ -45,6 +51,8 @@ class FakeEngine:
         odds: log p of each of them.
         pause: seconds before each.
         prefill: seconds a token of a prompt that is not mapped.
+        deaf: seconds until it looks at a request at all.
+        publishes: what it says of a publication, in place of the truth; nothing is published then.
         status: other than 200: what it answers to requests for answers.
         message: of its errors.
         error_after, hang_after, break_after: tokens of a stream after which it sends an error, falls silent,
@@ -54,6 +62,7 @@ class FakeEngine:
         template: what stands around a message's role.
         requests: bodies of all requests for answers; `ids` their names.
         aborted: answers that nobody waited for.
+        reads_begun, reads_over: prompts that it has begun to read, and has read.
     """
 
     url: str
@@ -66,7 +75,8 @@ class FakeEngine:
         self.storage = storage
         self.pieces = [f"{self.name} ", "says ", "yes."]
         self.odds = [math.log(0.9)] * 3
-        self.pause = self.prefill = 0.0
+        self.pause = self.prefill = self.deaf = 0.0
+        self.publishes: dict[str, Any] | None = None
         self.status, self.message = 200, "out of order"
         self.error_after: int | None = None
         self.hang_after: int | None = None
@@ -78,7 +88,7 @@ class FakeEngine:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.tokenized = 0
-        self.aborted = 0
+        self.aborted = self.reads_begun = self.reads_over = 0
 
     def app(self) -> FastAPI:
         app = FastAPI()
@@ -121,12 +131,13 @@ class FakeEngine:
         self.requests.append(body)
         self.headers.append(dict(request.headers))
         if self.status != 200:
+            await asyncio.sleep(self.deaf)
             error = {"message": self.message, "type": "Error", "param": None, "code": self.status}
             return JSONResponse({"error": error}, self.status)
-        making = _Answer(self, kind, body)
+        making = _Answer(self, kind, body, request)
         if body.get("stream"):
             return StreamingResponse(making.events(), media_type="text/event-stream")
-        return await making.whole(request)
+        return await making.whole()
 
 
 def _others(odds: float) -> list[tuple[str, float]]:
@@ -137,19 +148,21 @@ def _others(odds: float) -> list[tuple[str, float]]:
 class _Answer:
     """One answer of an engine as it is when the request comes."""
 
-    def __init__(self, engine: FakeEngine, kind: str, body: dict[str, Any]) -> None:
-        self.engine, self.kind, self.body = engine, kind, body
+    def __init__(self, engine: FakeEngine, kind: str, body: dict[str, Any], request: Request) -> None:
+        self.engine, self.kind, self.body, self.request = engine, kind, body, request
         self.ids = engine.read(body)
         most = body.get("max_completion_tokens") or body.get("max_tokens") or 10**6
         self.tokens = list(zip(engine.pieces, engine.odds, strict=True))[:most]
         self.asked = (body.get("kv_transfer_params") or {}).get("kvmap") or {}
         self.n_mapped = 0
-        self.told = self._told()
+        self.told: dict[str, Any] | None = None
 
     def _told(self) -> dict[str, Any] | None:
         """What it says of hand-offs."""
         told: dict[str, Any] = {}
-        if self.asked.get("publish"):
+        if self.asked.get("publish") and self.engine.publishes is not None:
+            told |= self.engine.publishes
+        elif self.asked.get("publish"):
             self.engine.storage.prefixes.add(self.ids)
             told |= {"published": len(self.ids), "bytes": 100 * len(self.ids), "seconds": 0.001}
             if self.asked.get("publish_output"):
@@ -174,7 +187,44 @@ class _Answer:
         return {"outcome": "applied", "cause": None, "reason": "mapped", **common, **counts, **costs}
 
     async def _prefill(self) -> None:
-        await asyncio.sleep(self.engine.prefill * (len(self.ids) - self.n_mapped))
+        """Read the prompt, what can be taken of it from the storage left out."""
+        engine = self.engine
+        await asyncio.sleep(engine.deaf)
+        if self.asked.get("take"):
+            if engine.outcome is None:
+                await self._wait_for_a_cache()
+            self.told = self._told()
+        engine.reads_begun += 1
+        announces = self.asked.get("publish") and engine.publishes is None
+        if announces:
+            engine.storage.announced.append(self.ids)
+        try:
+            await self._slept(engine.prefill * (len(self.ids) - self.n_mapped))
+            self.told = self.told or self._told()
+        finally:
+            if announces:
+                engine.storage.announced.remove(self.ids)
+        engine.reads_over += 1
+
+    async def _wait_for_a_cache(self) -> None:
+        """A grace until one is announced that is longer than what is there, and then until it is written."""
+        storage, since = self.engine.storage, time.monotonic()
+        while True:
+            waited, found = time.monotonic() - since, storage.longest(self.ids)
+            written = storage.longest_announced(self.ids) <= found
+            if found >= len(self.ids) or waited >= self.asked["wait_seconds"]:
+                return
+            if written and waited >= self.asked.get("grace_seconds", 0):
+                return
+            await self._slept(0.005)
+
+    async def _slept(self, seconds: float) -> None:
+        """Sleep, unless nobody waits any more; streams are told so by themselves."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, 0.01))
+            if not self.body.get("stream") and await self.request.is_disconnected():
+                raise asyncio.CancelledError
 
     @property
     def _usage(self) -> dict[str, Any]:
@@ -208,13 +258,11 @@ class _Answer:
             "text_offset": [0] * len(tokens),
         }
 
-    async def whole(self, request: Request) -> Response:
+    async def whole(self) -> Response:
         try:
             await self._prefill()
             for _ in self.tokens:
-                await asyncio.sleep(self.engine.pause)
-                if await request.is_disconnected():
-                    raise asyncio.CancelledError
+                await self._slept(self.engine.pause)
         except asyncio.CancelledError:
             self.engine.aborted += 1
             return Response(status_code=499)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvmap.serving.bench.points import GATEWAY_COLD, GATEWAY_REPREFILL, Point
 from tests.serving.gateway.asking import LONG, Start, say, told, transfer, wish
 from tests.serving.gateway.fake_engine import FakeEngine
 from tests.serving.gateway.running import Running
@@ -165,10 +166,13 @@ class TestHandOff:
         assert report["n_prompt"] == 617
         assert report["bytes"] == 61500
         assert report["read_seconds"] is None, "the source has read it already"
-        assert transfer(target.requests[0]) == {"take": True, "min_tokens": 256, "wait_seconds": 2.0}
+        assert transfer(target.requests[0]) == {"take": True, "min_tokens": 256, "wait_seconds": 60.0}
         assert len(source.requests) == 1
 
-    def test_by_a_rule_has_the_source_read_the_prompt_first(self, gateway: Start, source: FakeEngine) -> None:
+    def test_by_a_rule_has_the_source_read_the_prompt(
+        self, gateway: Start, source: FakeEngine, target: FakeEngine
+    ) -> None:
+        target.pause = 0.03
         report = told(say(gateway(rules={"from_turn": 1}), LONG, stop=["no"], logprobs=True))
         assert report["outcome"] == "applied"
         assert report["read_seconds"] > 0
@@ -189,9 +193,9 @@ class TestHandOff:
         assert len(source.requests) == 1, "few new tokens are not worth another reading"
 
     def test_of_another_conversation_of_the_same_user_is_read_anew(
-        self, gateway: Start, source: FakeEngine
+        self, gateway: Start, source: FakeEngine, target: FakeEngine
     ) -> None:
-        running = gateway()
+        running, target.pause = gateway(), 0.03
         say(running, "w" * 900, user="anna")
         report = told(say(running, LONG, user="anna", **wish(escalate=True)))
         assert report["outcome"] == "applied"
@@ -313,6 +317,14 @@ class TestLimitsOfAnAnswer:
 class TestWhatElseIsServed:
     def test_models(self, gateway: Start) -> None:
         assert [model.id for model in gateway().client().models.list()] == ["kvmap", "small", "large"]
+
+    @pytest.mark.parametrize(("mode", "means"), [(GATEWAY_REPREFILL, "reprefill"), (GATEWAY_COLD, "handoff")])
+    def test_the_bench(self, gateway: Start, mode: str, means: str) -> None:
+        sent = {"repetition_penalty": 1.0, "max_tokens": 2, "logprobs": None, "ignore_eos": True}
+        extra = {"temperature": 0, **Point(mode, 100, 1, 1, 2, 0).extra}
+        report = _last(gateway(), model="kvmap", prompt="b" * 100, stream=True, extra_body=sent | extra)
+        assert (report["answered_by"], report["mode"]) == ("target", means)
+        assert report["outcome"] == ("applied" if means == "handoff" else None)
 
     def test_a_model_that_is_none_of_them(self, gateway: Start) -> None:
         with pytest.raises(Exception, match="there is no 'huge'; known: kvmap, small, large"):

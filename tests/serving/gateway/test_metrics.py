@@ -10,8 +10,8 @@ from tests.serving.gateway.asking import LONG, Start, say, stream, wish
 from tests.serving.gateway.fake_engine import FakeEngine
 
 
-def test_answers_hand_offs_tokens_and_times(gateway: Start, source: FakeEngine) -> None:
-    running = gateway()
+def test_answers_hand_offs_tokens_and_times(gateway: Start, source: FakeEngine, target: FakeEngine) -> None:
+    running, target.pause = gateway(), 0.03
     say(running, "hello", **wish(session="s"))
     stream(running, LONG, **wish(escalate=True))
     source.odds = [math.log(0.1)] * 3

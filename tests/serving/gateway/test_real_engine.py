@@ -57,7 +57,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "--enforce-eager",
     ]
     line += ["--chat-template", str(folder / "template.jinja")]
-    line += ["--enable-prompt-tokens-details", "--enable-per-request-metrics"]
     line += ["--no-enable-prefix-caching"]  # or it would find in its own cache what it has read as the source
     settings = {
         "OMP_NUM_THREADS": "1",

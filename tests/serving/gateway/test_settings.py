@@ -92,6 +92,9 @@ def test_others_are_let_in_with_both() -> None:
         ({"source.url": "http://u:p@host"}, "expected http://HOST:PORT"),
         ({"source.url": "http://host/v1"}, "without a path"),
         ({"timeouts.total": float("nan")}, "timeouts.total"),
+        ({"handoff.wait_seconds": 601}, "handoff.wait_seconds=601"),
+        ({"handoff.grace_seconds": 61}, "handoff.grace_seconds=61"),
+        ({"handoff.publish": "never"}, "'every_answer' or 'on_hand_off'"),
     ],
 )
 def test_what_does_not_go_together_is_told(given: dict[str, Any], part: str) -> None:

@@ -56,12 +56,14 @@ class TestWhatTheClientSees:
         assert [event for event in seen if "kv_transfer_params" in event or "kvmap.outcome" in event] == []
         assert json.loads(seen[-2])["kvmap"]["outcome"] == "applied"
 
-    def test_a_hand_off_is_reported(self, gateway: Start) -> None:
+    def test_a_hand_off_is_reported(self, gateway: Start, target: FakeEngine) -> None:
+        target.pause = 0.03
         chunks = stream(gateway(), LONG, **wish(escalate=True), **USAGE)
         report = told(chunks)
         assert text_of(chunks) == "large says yes."
         assert (report["mode"], report["outcome"], report["n_mapped"]) == ("handoff", "applied", 615)
-        assert report["time_to_first_token"] > report["read_seconds"]
+        assert report["overlapped"]
+        assert report["seconds"] > report["read_seconds"]
 
     def test_chunks_go_through_as_they_came(self, gateway: Start, target: FakeEngine) -> None:
         target.pieces = ["a\u2028b ", 'c\r\nd "', "\\n\n\ne ö"]
