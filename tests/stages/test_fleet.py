@@ -67,6 +67,7 @@ def test_every_model_reads_the_text_once(watched) -> None:
     assert sorted(loaded) == sorted(2 * [f"zoo:{name}" for name in NAMES])
 
 
+@pytest.mark.slow
 def test_every_ordered_pair_and_every_way_round_has_a_row(fleet: Finished) -> None:
     mappers = {(row["source"], row["target"]) for row in fleet.table("fleet_mappers")}
     assert mappers == set(permutations(NAMES, 2))
@@ -77,6 +78,7 @@ def test_every_ordered_pair_and_every_way_round_has_a_row(fleet: Finished) -> No
     assert len(fleet.table("fleet_best_relays")) == 6
 
 
+@pytest.mark.slow
 def test_bytes_of_all_mappers_are_those_of_their_files(fleet: Finished) -> None:
     tensors = list((fleet.outputs / "artifacts" / "mapper").glob("*/mapper.safetensors"))
     assert len(tensors) == 6
@@ -88,6 +90,7 @@ def test_bytes_of_all_mappers_are_those_of_their_files(fleet: Finished) -> None:
     assert fleet.metric("fleet/mappers/all/weights_bytes") == sum(sizes)
 
 
+@pytest.mark.slow
 def test_a_run_of_one_pair_finds_its_mapper(fleet: Finished, run: Runner) -> None:
     """And measures the same KL with it, on the same text; there the source reads it anew."""
     alone = run("stages=[fit] pair=tiny_small_medium mapper=head_local")
@@ -122,6 +125,7 @@ def test_a_second_run_reads_and_fits_nothing(fleet: Finished, run: Runner, monke
         assert again.table(name) == fleet.table(name)
 
 
+@pytest.mark.slow
 def test_headline_numbers_and_pages_say_it(fleet: Finished) -> None:
     task = "fleet/tiny-small_to_tiny-medium"
     row = next(

@@ -84,17 +84,18 @@ class Claims:
         found = self._looked(search)
         if found is None:
             return None
-        left = search.asked.wait_seconds - (time.monotonic() - search.begun)
+        waited_for = time.monotonic() - search.begun
+        left = search.asked.wait_seconds - waited_for
         n_found = 0 if found.match is None else found.match.n_tokens
         if left > 0 and found.arriving is not None and found.arriving.n_tokens > n_found:
             return self._claimed(search, found.arriving, n_own, left)
+        if n_found < self._n_most(search) and waited_for < search.asked.grace_seconds:
+            return None  # of a prompt of which the beginning is there, a source may be about to write more
         if found.match is not None:
             claim = self._claimed(search, found.match, n_own)
             if found.missing is not None:
                 raise Incompatible("partial", found.missing)
             return claim
-        if time.monotonic() - search.begun < search.asked.grace_seconds:
-            return None
         if found.arriving is not None:
             seconds = f"{search.asked.wait_seconds:g} s"
             raise Incompatible("timeout", f"the cache is still being written after {seconds} of waiting")
@@ -115,7 +116,7 @@ class Claims:
                 raise Incompatible("timeout", f"the storage has not answered for more than {limit:g} s")
             assert self._mapper.mapper.fitted_for is not None
             request = search.request
-            n_most = max(request.num_prompt_tokens - self._settings.hold_back, 0)
+            n_most = self._n_most(search)
             name = namespace(self._mapper.mapper.fitted_for.source, request.cache_salt)
             search._look = self._looker.look(name, tuple(request.prompt_token_ids[:n_most]))
             search._look_begun = now
@@ -130,6 +131,10 @@ class Claims:
             return look.result()
         except (KvmapError, OSError) as error:
             raise Incompatible("storage", str(error)) from error
+
+    def _n_most(self, search: Search) -> int:
+        """Tokens of a prompt that could be taken at most."""
+        return max(search.request.num_prompt_tokens - self._settings.hold_back, 0)
 
     def _claimed(self, search: Search, match: Match, n_own: int, wait_seconds: float = 0.0) -> Claim:
         mapper, asked = self._mapper.mapper, search.asked

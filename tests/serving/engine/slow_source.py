@@ -45,7 +45,7 @@ class SlowSource:
 
     def announce(self) -> None:
         """In place of what was published."""
-        self.path.unlink()
+        self.path.unlink(missing_ok=True)
         self.store.drop_group(self.manifest.group)
         self.store.announce(self.written.group, manifest_text(replace(self.written, runs=(), seconds=0.0)))
 
@@ -57,6 +57,16 @@ class SlowSource:
         except SourceGone:
             return
         self.publish()
+
+    def publish_first_run(self) -> int:
+        """As a cache of its own, of a prompt that begins so; returns its tokens."""
+        run = self.manifest.runs[0]
+        ids = self.manifest.token_ids[: run.stop]
+        first = replace(self.manifest, group=secrets.token_hex(16), token_ids=ids, runs=(run,))
+        for name, data in self.data[: len(run.files)]:
+            self.store.put_part(first.group, name, [data])
+        self.store.put_manifest(first.key, manifest_text(first), group=first.group, n_bytes=first.n_bytes)
+        return run.stop
 
     def publish(self) -> None:
         for name, data in self.data:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -95,6 +96,33 @@ def test_several_arrive_beside_others_that_are_answered_meanwhile(engine: Engine
     assert [a.tokens for a in answers[:3]] == [mapped.tokens for mapped, _ in expected]
     assert [a.tokens for a in answers[3:]] == [plain.tokens for _, plain in expected[:2]]
     assert [a.is_applied for a in answers[:3]] == [True] * 3
+
+
+def test_more_than_is_there_is_waited_for_within_the_grace(
+    engine: Engine, pair: Pair, prompt: Prompt
+) -> None:
+    """As in mid-conversation: earlier turns are published, and the source is about to read the new one."""
+    mapped, _ = both(engine, prompt)
+    source = SlowSource(pair.storage, prompt)
+    n_first = source.publish_first_run()
+    source.path.unlink()
+    asked = [TAKE, {**WAIT, "grace_seconds": 0.1}]
+    for each in asked:
+        (answer,) = engine.run([prompt], N, each)
+        assert answer.record["n_mapped"] + answer.record["n_native_head"] == n_first
+        engine.forget()
+
+    def announced_late() -> None:
+        time.sleep(0.3)
+        with source.writing():
+            pass
+
+    thread = threading.Thread(target=announced_late)
+    thread.start()
+    (answer,) = engine.run([prompt], N, {**WAIT, "grace_seconds": 10.0})
+    thread.join()
+    assert answer.tokens == mapped.tokens
+    assert answer.record["n_mapped"] == mapped.record["n_mapped"]
 
 
 def test_what_is_not_written_is_not_waited_for_unasked(engine: Engine, pair: Pair, prompt: Prompt) -> None:
