@@ -73,6 +73,9 @@ async def ask_whole(
 
 
 def _first_token_seconds(content: dict[str, Any]) -> float | None:
+    """What vLLM calls by this name begins when a request is scheduled: after a cache has been waited for."""
     metrics = content.get("metrics")
-    milliseconds = metrics.get("time_to_first_token_ms") if isinstance(metrics, dict) else None
-    return milliseconds / 1000 if isinstance(milliseconds, int | float) else None
+    if not isinstance(metrics, dict):
+        return None
+    parts = [metrics.get("time_to_first_token_ms"), metrics.get("queue_time_ms", 0.0)]
+    return sum(parts) / 1000 if all(isinstance(part, int | float) for part in parts) else None

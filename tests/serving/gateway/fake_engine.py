@@ -59,6 +59,7 @@ class FakeEngine:
             or closes the connection.
         outcome: what it says of a hand-off, in place of the truth.
         details: whether usage tells cached tokens, as with --enable-prompt-tokens-details.
+        metrics: of a whole answer, as with --enable-per-request-metrics.
         template: what stands around a message's role.
         requests: bodies of all requests for answers; `ids` their names.
         aborted: answers that nobody waited for.
@@ -83,6 +84,7 @@ class FakeEngine:
         self.break_after: int | None = None
         self.outcome: dict[str, Any] | None = None
         self.details = self.healthy = True
+        self.metrics: dict[str, Any] | None = None
         self.template = "<{role}>"
         self.max_model_len, self.max_logprobs = 100_000, 20
         self.requests: list[dict[str, Any]] = []
@@ -273,6 +275,8 @@ class _Answer:
         content = {**self._head, "choices": [choice] * int(self.body.get("n") or 1), "usage": self._usage}
         if self.told is not None:
             content["kv_transfer_params"] = {"kvmap": self.told}
+        if self.engine.metrics is not None:
+            content["metrics"] = self.engine.metrics
         return JSONResponse(content)
 
     def _chunk(self, choices: list[Any], **more: Any) -> str:

@@ -25,6 +25,28 @@ class TestTheSource:
         assert report["n_mapped"] == 0
         assert report["confidence"] == pytest.approx(0.9, abs=1e-4)
 
+    @pytest.mark.parametrize(
+        ("metrics", "seconds"),
+        [
+            ({"time_to_first_token_ms": 30.0, "queue_time_ms": 1500.0}, 1.53),
+            ({"time_to_first_token_ms": 30.0}, 0.03),
+            ({"time_to_first_token_ms": None, "queue_time_ms": 1.0}, None),
+            (None, None),
+        ],
+    )
+    def test_a_first_token_has_waited_in_the_queue_too(
+        self,
+        gateway: Start,
+        source: FakeEngine,
+        metrics: dict[str, float | None] | None,
+        seconds: float | None,
+    ) -> None:
+        """A cache that is taken is waited for there."""
+        source.metrics = metrics
+        found = told(say(gateway(), "hello"))["time_to_first_token"]
+        assert found == (None if seconds is None else pytest.approx(seconds, abs=0.5))
+        assert found is None or found >= seconds
+
     def test_keeps_its_probabilities_to_itself(self, gateway: Start) -> None:
         assert say(gateway(), "hello").choices[0].logprobs is None
 
