@@ -23,6 +23,8 @@ from kvmap.serving.store import PartMissing, Store
 
 #: between two looks for a part that is not there yet
 _POLL_SECONDS = 0.004
+#: between two looks for the source's signs of life
+_SIGN_SECONDS = 0.25
 
 
 class LoadFailed(KvmapError):
@@ -230,7 +232,7 @@ class _Patience:
         self._group = wanted.manifest.group
         self._until = time.monotonic() + wanted.wait_seconds
         self._stamp: int | None = None
-        self._seen = time.monotonic()
+        self._seen = self._next = time.monotonic()
 
     def check(self, name: str, n_written: int) -> None:
         """Go on waiting.
@@ -240,17 +242,20 @@ class _Patience:
             LoadFailed: cause "timeout": the source shows no sign of life, or takes too long.
         """
         now = time.monotonic()
+        so_far = f"{n_written} of {self._wanted.stop} tokens were written"
+        if now > self._until:
+            raise LoadFailed("timeout", f"{so_far} after {self._wanted.wait_seconds:g} s of waiting")
+        if now < self._next:
+            return
+        self._next = now + _SIGN_SECONDS
         stamp = next((e.stamp for e in self._store.announcements() if e.key == self._group), None)
         if stamp is None and self._store.part_size(self._group, name) is None:
             raise PartMissing(f"the source gave the cache up after {n_written} tokens")
         if stamp != self._stamp:
             self._stamp, self._seen = stamp, now
-        so_far = f"{n_written} of {self._wanted.stop} tokens were written"
         if now - self._seen > ALIVE_SECONDS:
             silent = f"the source has given no sign of life for {ALIVE_SECONDS:g} s"
             raise LoadFailed("timeout", f"{silent}; {so_far}")
-        if now > self._until:
-            raise LoadFailed("timeout", f"{so_far} after {self._wanted.wait_seconds:g} s of waiting")
 
 
 def missing_part(store: Store, manifest: Manifest, stop: int) -> str | None:
