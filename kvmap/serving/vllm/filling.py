@@ -98,6 +98,8 @@ class Filling:
                     "empty_layer", f"{kind} of source layer {part.layer} are 0 at token {part.stop - 1}"
                 )
         run = self._runs.setdefault(part.start, _Run(part.start, part.stop, lacking=list(self._layers)))
+        if not run.lacking:
+            return  # nothing reads it
         device = self._parts.pages[0].device
         run.keys.append(part.keys.to(device))
         run.values.append(part.values.to(device))
@@ -143,8 +145,8 @@ class Filling:
             if not ready:
                 continue
             run.lacking = [layer for layer in run.lacking if layer not in ready]
-            if not run.lacking:
-                del self._runs[run.start]
+            if not run.lacking:  # the pieces have it; what comes of it yet is read by nothing
+                self._runs[run.start] = _Run(run.start, run.stop)
             low, high = max(run.start, self._first), min(run.stop, len(self._take.token_ids))
             for at in range(low, high, self._chunk_tokens):
                 self._pieces.append(_Piece(run, ready, at, min(at + self._chunk_tokens, high)))
