@@ -64,6 +64,19 @@ class Messages(KVConnectorMetadata):
     dropped_groups: list[str] = field(default_factory=list)
 
 
+class Outbox:
+    """What the scheduler side has for the worker until the step goes out."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.messages = Messages()
+
+    def taken(self) -> Messages:
+        """What there is; then there is nothing."""
+        messages, self.messages = self.messages, Messages()
+        return messages
+
+
 @dataclass(frozen=True)
 class Taken:
     """What became of one `Take`.
