@@ -114,7 +114,7 @@ class HandOffSettings(_Group):
         default=60.0, ge=0, le=600, description="the target waits for a cache being written"
     )
     grace_seconds: float = Field(
-        default=2.0, ge=0, le=60, description="and for the source to begin, while it reads"
+        default=10.0, ge=0, le=60, description="and for the source to begin, while it reads"
     )
     require: str | None = Field(
         default=None, description="verdict a mapper must have, as the engine names it: go"

@@ -68,7 +68,7 @@ class TestBesideTheTarget:
         found = answer.result()
         assert transfer(target.requests[0]) == {
             **{"take": True, "min_tokens": 256},
-            **{"wait_seconds": 60.0, "grace_seconds": 2.0},
+            **{"wait_seconds": 60.0, "grace_seconds": 10.0},
         }
         assert (found["mode"], found["outcome"], found["overlapped"]) == ("handoff", "applied", True)
         assert found["read_seconds"] > 0.3
