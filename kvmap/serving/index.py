@@ -6,6 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from kvmap.errors import KvmapError
@@ -91,7 +92,10 @@ class PrefixIndex:
             if manifest.key != entry.key:
                 _log.warning("%s is published under the key of other tokens: left alone", entry.key)
                 manifest = None
-        except (KvmapError, OSError) as error:
+        except OSError as error:  # it may be read the next time
+            _log.warning("%s cannot be read: %s", entry.key, error)
+            return
+        except KvmapError as error:
             _log.warning("%s is left alone: %s", entry.key, error)
         # one that cannot be read is remembered, so that it is not read for every request
         self._known[entry.key] = (entry, manifest)
@@ -135,15 +139,17 @@ class Announcements:
         self._known = {}
         for group, stamp in listed.items():
             before = known.get(group)
-            if before is None:
-                before = _Announced(stamp, now, self._read(group))
-            self._known[group] = before if before.stamp == stamp else replace(before, stamp=stamp, seen=now)
+            with suppress(OSError):  # it may be read the next time
+                before = before or _Announced(stamp, now, self._read(group))
+            if before is not None:
+                is_new = before.stamp != stamp
+                self._known[group] = replace(before, stamp=stamp, seen=now) if is_new else before
 
     def _read(self, group: str) -> Manifest | None:
         try:
             text = self._store.get_announcement(group)
             return None if text is None else read_announcement(text)
-        except (KvmapError, OSError) as error:
+        except KvmapError as error:
             _log.warning("what is announced as %s is left alone: %s", group, error)
             return None
 

@@ -1,7 +1,7 @@
 """The transport: where caches lie between engines. One small interface; a shared folder behind it.
 
-A cache is a group of parts (bytes by name) and one manifest, put last. A reader goes by manifests alone, so
-it never sees a cache that is still being written.
+A cache is a group of parts (bytes by name), announced before the first of them, and one manifest, put last.
+What a manifest names lies there complete; of what is announced, parts may be read as they appear.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -109,6 +108,11 @@ def checked_part(name: str) -> str:
     return name
 
 
+def _text(path: Path) -> str:
+    """What is no UTF-8 becomes other signs, which no checksum agrees with."""
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
 _WRITING = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 
@@ -198,20 +202,18 @@ class SharedFolder:
     def put_manifest(self, key: str, text: str, *, group: str, n_bytes: int) -> None:
         """See `Store`; makes room before."""
         path = self._published / f"{checked_key(key)}.json"
-        self._make_room(n_bytes, keep=checked_key(group))
-        replaced = self._group_of(path)
+        checked_key(group)
+        self._make_room(n_bytes)
         with replacing(path) as temporary:
             temporary.write_text(f"{group} {n_bytes}\n{text}", encoding="utf-8")
         (self._announced / f"{group}.json").unlink(missing_ok=True)
-        if replaced is not None and replaced != group:
-            self.drop_group(replaced)
+        # the parts of what was replaced may just be read: they go with what else no manifest names
+        self._remove_abandoned(now=path.stat().st_mtime)
 
     def get_manifest(self, key: str) -> str | None:
         """See `Store`."""
         try:
-            return (
-                (self._published / f"{checked_key(key)}.json").read_text(encoding="utf-8").partition("\n")[2]
-            )
+            return _text(self._published / f"{checked_key(key)}.json").partition("\n")[2]
         except FileNotFoundError:
             return None
 
@@ -237,7 +239,7 @@ class SharedFolder:
     def get_announcement(self, group: str) -> str | None:
         """See `Store`."""
         try:
-            return (self._announced / f"{checked_key(group)}.json").read_text(encoding="utf-8")
+            return _text(self._announced / f"{checked_key(group)}.json")
         except FileNotFoundError:
             return None
 
@@ -261,13 +263,17 @@ class SharedFolder:
                         found.append((key, entry.stat().st_mtime_ns, Path(entry.path)))
         return found
 
-    def _group_of(self, path: Path) -> str | None:
-        with suppress(FileNotFoundError, ValueError), open(path, encoding="utf-8") as file:
-            return checked_key(file.readline().split()[0])
-        return None
+    def _held(self) -> list[tuple[Path, str, int]]:
+        """Of each manifest that can be read, oldest first: its path, its group, the bytes of its parts."""
+        held = []
+        for _, _, path in sorted(self._listed(self._published), key=lambda entry: entry[1]):
+            with suppress(FileNotFoundError, ValueError, StoreError), open(path, encoding="utf-8") as file:
+                group, n_bytes = file.readline().split()
+                held.append((path, checked_key(group), int(n_bytes)))
+        return held
 
-    def _make_room(self, n_bytes: int, keep: str) -> None:
-        """Remove what was published longest ago until `n_bytes` more fit, and what dead writers left.
+    def _make_room(self, n_bytes: int) -> None:
+        """Remove what was published longest ago until `n_bytes` more fit.
 
         Raises:
             StoreError: a cache larger than the whole bound.
@@ -276,11 +282,7 @@ class SharedFolder:
             raise StoreError(
                 f"a cache of {n_bytes} bytes does not fit the storage's {self.max_bytes}: raise max_bytes"
             )
-        held: list[tuple[Path, str, int]] = []
-        for _, _, path in sorted(self._listed(self._published), key=lambda entry: entry[1]):
-            with suppress(FileNotFoundError, ValueError, IndexError), open(path, encoding="utf-8") as file:
-                group, written = file.readline().split()
-                held.append((path, checked_key(group), int(written)))
+        held = self._held()
         total = sum(size for _, _, size in held)
         for path, group, size in held:
             if total + n_bytes <= self.max_bytes:
@@ -288,11 +290,14 @@ class SharedFolder:
             path.unlink(missing_ok=True)
             self.drop_group(group)
             total -= size
-        self._remove_abandoned({group for _, group, _ in held} | {keep})
 
-    def _remove_abandoned(self, known: set[str]) -> None:
-        """Parts that no manifest names, and announcements, whose writer has shown no life for long."""
-        oldest = time.time() - STALE_SECONDS
+    def _remove_abandoned(self, now: float) -> None:
+        """Parts that no manifest names, and announcements, whose writer has shown no life for long.
+
+        Args:
+            now: by the storage's clock, in seconds.
+        """
+        oldest, known = now - STALE_SECONDS, {group for _, group, _ in self._held()}
         alive = {group: stamp / 1e9 for group, stamp, _ in self._listed(self._announced)}
         with os.scandir(self._parts) as entries:
             for entry in entries:

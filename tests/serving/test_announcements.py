@@ -69,6 +69,7 @@ def test_an_announcement_that_cannot_be_read_is_left_alone(store: SharedFolder) 
     text = manifest_text(announce(store, IDS))
     for number, wrong in enumerate((text[:-9], "{}", "", text.replace("100,", "99,", 1))):
         store.announce(f"{number:032x}", wrong)
+    (store.root / "announced" / f"{0:032x}.json").write_bytes(b"\xff" + text.encode())
     found = Announcements(store).longest(NAME, IDS)
     assert found is not None
     assert len(store.announcements()) == 5

@@ -53,13 +53,16 @@ class Search:
         request: vLLM's.
         asked: what it asks for.
         begun: when it came.
+        only_published: one that was being written has come to nothing: no other such will do.
     """
 
     request: Any
     asked: Asked
     begun: float = field(default_factory=time.monotonic)
+    only_published: bool = False
     _look: Future[Found] | None = None
     _look_begun: float = 0.0
+    _has_looked: bool = False
     _next: float = 0.0
 
 
@@ -82,22 +85,30 @@ class Claims:
         if search.request.num_output_tokens:
             raise Incompatible("failure", "the request was preempted after it had begun to answer")
         found = self._looked(search)
-        if found is None:
-            return None
-        waited_for = time.monotonic() - search.begun
-        left = search.asked.wait_seconds - waited_for
-        n_found = 0 if found.match is None else found.match.n_tokens
-        if left > 0 and found.arriving is not None and found.arriving.n_tokens > n_found:
-            return self._claimed(search, found.arriving, n_own, left)
-        if n_found < self._n_most(search) and waited_for < search.asked.grace_seconds:
-            return None  # of a prompt of which the beginning is there, a source may be about to write more
+        return None if found is None else self._chosen(search, found, n_own)
+
+    def _chosen(self, search: Search, found: Found, n_own: int) -> Claim | None:
+        """The published cache or the one that is being written, whichever has more; None: ask again.
+
+        Raises:
+            Incompatible: neither will do.
+        """
+        asked, waited_for = search.asked, time.monotonic() - search.begun
+        left = 0.0 if search.only_published else asked.wait_seconds - waited_for
+        arriving = found.arriving if left > 0 else None
+        n_arriving = 0 if arriving is None else arriving.n_tokens
+        n_found = 0 if found.match is None or found.missing is not None else found.match.n_tokens
+        has_all = search.only_published or max(n_found, n_arriving) >= self._n_most(search)
+        if not has_all and waited_for < asked.grace_seconds:
+            return None  # a source may be about to write more of this prompt
+        if arriving is not None and n_arriving > n_found:
+            return self._claimed(search, arriving, n_own, left)
+        if found.missing is not None:
+            raise Incompatible("partial", found.missing)
         if found.match is not None:
-            claim = self._claimed(search, found.match, n_own)
-            if found.missing is not None:
-                raise Incompatible("partial", found.missing)
-            return claim
+            return self._claimed(search, found.match, n_own)
         if found.arriving is not None:
-            seconds = f"{search.asked.wait_seconds:g} s"
+            seconds = f"{asked.wait_seconds:g} s"
             raise Incompatible("timeout", f"the cache is still being written after {seconds} of waiting")
         raise Incompatible("not_found", "no cache of this prompt's first tokens is published")
 
@@ -120,7 +131,9 @@ class Claims:
             name = namespace(self._mapper.mapper.fitted_for.source, request.cache_salt)
             search._look = self._looker.look(name, tuple(request.prompt_token_ids[:n_most]))
             search._look_begun = now
-            waited(search._look, _AT_ONCE_SECONDS)
+            if not search._has_looked:  # many that wait must not hold up the scheduler together
+                waited(search._look, _AT_ONCE_SECONDS)
+                search._has_looked = True
         if not search._look.done():
             if now - search._look_begun > limit:
                 raise Incompatible("timeout", f"the storage did not answer within {limit:g} s")

@@ -115,7 +115,7 @@ class KvmapConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """See `WorkerSide.start_step`."""
-        self.on_worker.start_step(self._messages, is_idle=forward_context.attn_metadata is None)
+        self.on_worker.start_step(self._messages)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: pages are full before a request is scheduled."""

@@ -81,10 +81,12 @@ class Filling:
         return len(self._take.token_ids) - self._first
 
     @torch.inference_mode()
-    def begin(self) -> None:
-        """What the target computes itself; comes before all else."""
-        if not self._is_copy:
-            self._own = compute_own(self._parts, self._take, self._block_ids, self._first)
+    def begin(self) -> bool:
+        """What the target computes itself; comes before all else. Whether its layers had to run."""
+        if self._is_copy:
+            return False
+        self._own, has_run = compute_own(self._parts, self._take, self._block_ids, self._first)
+        return has_run
 
     def add(self, part: Arrived) -> None:
         """A part has come.

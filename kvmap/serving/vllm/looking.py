@@ -7,7 +7,6 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvmap.errors import KvmapError
 from kvmap.serving.background import Background
 from kvmap.serving.index import Announcements, Match, PrefixIndex
 from kvmap.serving.keys import whole_key
@@ -67,13 +66,15 @@ class Looker:
         self._signs.close()
 
     def _look(self, namespace: str, token_ids: tuple[int, ...]) -> Found:
+        # first what is being written: what is published meanwhile is then seen by the other
+        arriving = self._announced.longest(namespace, token_ids)
         match = self._index.longest(namespace, token_ids)
         missing = None
         if match is not None:
             missing = missing_part(self._store, match.manifest, match.n_tokens)
             if missing is not None:
                 self._index.forget(match.manifest.key)
-        return Found(match, missing, self._announced.longest(namespace, token_ids))
+        return Found(match, missing, arriving)
 
     def _begin(self, announcement: Manifest) -> bool:
         token_ids = announcement.token_ids
@@ -91,8 +92,8 @@ class Looker:
 
 
 def settled(future: Future[bool], seconds: float) -> bool:
-    """What a future holds within so many seconds; False where it holds nothing, or an error."""
-    with suppress(KvmapError, OSError, FutureTimeout):
+    """What a future holds within so many seconds; False where it holds nothing, or any error."""
+    with suppress(Exception):
         return future.result(timeout=seconds)
     return False
 

@@ -56,8 +56,13 @@ class Publish:
 
 @dataclass(eq=False)
 class Messages(KVConnectorMetadata):
-    """To the worker, once a step."""
+    """To the worker, once a step.
 
+    Attributes:
+        is_idle: nothing is computed in this step.
+    """
+
+    is_idle: bool = False
     takes: list[Take] = field(default_factory=list)
     given_up_takes: list[str] = field(default_factory=list)
     publishes: list[Publish] = field(default_factory=list)

@@ -38,7 +38,7 @@ class TargetParts:
     heads: KeptHeads
 
 
-def compute_own(parts: TargetParts, take: Take, block_ids: Tensor, first: int) -> Layers:
+def compute_own(parts: TargetParts, take: Take, block_ids: Tensor, first: int) -> tuple[Layers, bool]:
     """Have the target run its native layers over all tokens, and all layers over those before `first`.
 
     Args:
@@ -48,7 +48,8 @@ def compute_own(parts: TargetParts, take: Take, block_ids: Tensor, first: int) -
         first: the first token that is mapped.
 
     Returns:
-        Keys and values of its native layers from token `take.n_own` on; they are in the pages too.
+        Keys and values of its native layers from token `take.n_own` on, which are in the pages too. Whether any
+        layer has run: first tokens may be known.
     """
     n_layers, start = parts.mapper.mapper.native_layers, take.n_own
     head = take.token_ids[start:first]
@@ -57,14 +58,14 @@ def compute_own(parts: TargetParts, take: Take, block_ids: Tensor, first: int) -
     for layer, (keys, values) in enumerate(kept or ()):
         write_columns(parts.pages[layer], block_ids, 0, keys, values)
     if n_first == 0 and n_layers == 0:
-        return []
+        return [], False
     token_ids = take.token_ids[start:] if n_layers else head
     below, above = _run(parts, token_ids, block_ids, start, n_first, n_layers)
     for layer, (keys, values) in enumerate([*below, *above]):
         write_columns(parts.pages[layer], block_ids, start, keys, values)
     if start == 0 and n_first:
         parts.heads.put(head, [*below, *above])
-    return below
+    return below, True
 
 
 def _run(

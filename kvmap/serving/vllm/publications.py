@@ -6,7 +6,6 @@ import secrets
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from kvmap.errors import KvmapError
 from kvmap.serving.compatibility import EngineFacts
 from kvmap.serving.keys import BLOCK_TOKENS, namespace
 from kvmap.serving.manifest import Manifest
@@ -37,28 +36,35 @@ class Publications:
             reason = f"{request.num_prompt_tokens} tokens: caches are found by blocks of {BLOCK_TOKENS}"
         if reason is not None:
             tracked.published = Published(0, reason=reason)
-        elif tracked.asked.publish:
+        elif tracked.asked.publish and not tracked.asked.take:
             tracked.publication = self._announced(request)
+
+    @staticmethod
+    def wants_step(tracked: Tracked) -> bool:
+        """Whether a request's prompt is still to be published."""
+        return tracked.asked.publish and tracked.published is None
 
     def step(self, tracked: Tracked, n_scheduled: int, block_ids: tuple[int, ...], is_resumed: bool) -> None:
         """A request is computed on in this step.
 
         Args:
-            tracked: the request, with its publication under way.
+            tracked: the request; see `wants_step`.
             n_scheduled: tokens that are computed of it.
             block_ids: its pages.
             is_resumed: it was preempted before, and its pages were given away.
         """
         request, publication = tracked.request, tracked.publication
-        assert publication is not None
         if tracked.is_loading:
             self._give_up(tracked, "mapped tokens lie below: only a model's own cache is published")
             return
+        if publication is None:
+            # one that takes as well would else have waited for itself
+            publication = tracked.publication = self._announced(request)
         seconds = 0.0 if self._looker.is_stuck(_SEEN_SECONDS) else _BEGUN_SECONDS
         if publication.upto == 0 and settled(publication.begun, seconds):
             tracked.publication, tracked.published = None, Published(request.num_prompt_tokens)
             return
-        if is_resumed and publication.upto:
+        if is_resumed and 0 < publication.upto < request.num_prompt_tokens:
             # what is written so far is of no use: the same tokens come again
             self._drop(publication)
             publication = tracked.publication = self._announced(request)
@@ -72,6 +78,12 @@ class Publications:
         publish = Publish(request.request_id, group, start, stop, block_ids, whole, name)
         self._outbox.messages.publishes.append(publish)
 
+    def failed(self, tracked: Tracked, why: str) -> None:
+        """The worker could not write it."""
+        assert tracked.publication is not None
+        self._drop(tracked.publication)
+        tracked.publication, tracked.published = None, Published(0, reason=f"storage: {why}")
+
     def published(self, tracked: Tracked) -> Published:
         """What has become of the prompt of a request that is over."""
         publication, request = tracked.publication, tracked.request
@@ -79,7 +91,7 @@ class Publications:
             return tracked.published or Published(0)
         if publication.upto < request.num_prompt_tokens:
             return self._give_up(tracked, "the request ended before its prompt was read")
-        self._looker.end(publication.group)
+        self._end(publication)
         pending = Published(0, reason="not written yet: the storage is slow, or failed", pending=True)
         if self._looker.is_stuck(_SEEN_SECONDS):
             return pending
@@ -88,7 +100,7 @@ class Publications:
             manifest = seen.result(timeout=_SEEN_SECONDS)
         except FutureTimeout:
             return pending
-        except (KvmapError, OSError) as error:
+        except Exception as error:  # whatever lies on the storage, the request is answered
             return Published(0, reason=f"storage: {error}")
         if manifest is None:
             return pending
@@ -123,11 +135,16 @@ class Publications:
         return namespace(self._facts.identity, request.cache_salt)
 
     def _give_up(self, tracked: Tracked, reason: str) -> Published:
-        assert tracked.publication is not None
-        self._drop(tracked.publication)
+        if tracked.publication is not None:
+            self._drop(tracked.publication)
         tracked.publication, tracked.published = None, Published(0, reason=reason)
         return tracked.published
 
     def _drop(self, publication: Publication) -> None:
         self._outbox.messages.dropped_groups.append(publication.group)
+        self._end(publication)
+
+    def _end(self, publication: Publication) -> None:
+        """Nothing more is computed of it; an announcement that is still to be made is not made."""
+        publication.begun.cancel()
         self._looker.end(publication.group)

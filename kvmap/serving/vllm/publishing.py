@@ -65,8 +65,13 @@ class Publisher:
         n_runs_before = sum(1 for start in group.runs if start < publish.start)
         _, files = group.runs.setdefault(publish.start, (publish.stop, [None] * len(self._pages)))
         block_ids = torch.tensor(publish.block_ids, dtype=torch.long)
-        pair = self._pages[layer].read(block_ids, publish.start, publish.stop)
-        keys, values = (part.cpu() for part in pair)
+        try:
+            pair = self._pages[layer].read(block_ids, publish.start, publish.stop)
+            keys, values = (part.cpu() for part in pair)
+        except Exception as error:
+            # on the engine's own thread: a cache comes to nothing, never the engine
+            self._fail(publish.group, group, f"{type(error).__name__}: {error}")
+            return
         n_bytes = 2 * keys.numel() * keys.element_size()
         with self._lock:
             self._pending_bytes += n_bytes
@@ -79,11 +84,10 @@ class Publisher:
 
     def finish(self, publish: Publish) -> Future[None] | None:
         """Where this is a cache's last run, have its manifest written."""
-        group = self._groups.get(publish.group)
-        if publish.token_ids is None or group is None:
+        if publish.token_ids is None:
             return None
-        if group.failed is not None:
-            del self._groups[publish.group]
+        group = self._groups.pop(publish.group, None)
+        if group is None or group.failed is not None:
             return None
         future = self._submit(publish.group, group, partial(self._write_manifest, publish, group))
         self._last[publish.group] = future
@@ -175,4 +179,3 @@ class Publisher:
         self._store.put_manifest(
             manifest.key, manifest_text(manifest), group=publish.group, n_bytes=manifest.n_bytes
         )
-        self._groups.pop(publish.group, None)

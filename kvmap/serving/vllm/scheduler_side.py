@@ -89,7 +89,7 @@ class SchedulerSide:
     def matched(self, request: Any, n_computed: int) -> tuple[int | None, bool]:
         """How many tokens beyond those computed can be had; None: ask again. See vLLM's connector base."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.search is None or tracked.outcome is not None or tracked.is_loading:
+        if tracked is None or tracked.search is None or not tracked.is_searching:
             return 0, False
         assert isinstance(self._claims, Claims)
         try:
@@ -104,6 +104,7 @@ class SchedulerSide:
             return 0, False
         if tracked.claim is None:
             return None, False
+        tracked.outcome, tracked.tries_again = None, False
         return tracked.claim.n_end - n_computed, True
 
     def allocated(self, request: Any, blocks: Any, n_external: int) -> None:
@@ -126,18 +127,22 @@ class SchedulerSide:
         """To the worker, for this step."""
         for request_id, n_scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.publication is not None:
+            if tracked is not None:
                 self._publish(tracked, n_scheduled, output)
-        return self._outbox.taken()
+        messages = self._outbox.taken()
+        messages.is_idle = output.total_num_scheduled_tokens == 0
+        return messages
 
     def _publish(self, tracked: Tracked, n_scheduled: int, output: SchedulerOutput) -> None:
-        assert isinstance(self._publications, Publications)
+        publications = self._publications
+        if isinstance(publications, Incompatible) or not publications.wants_step(tracked):
+            return
         assert output.kv_connector_block_state is not None
         request_id = tracked.request.request_id
         block_ids = output.kv_connector_block_state.get_block_ids(request_id)
         if block_ids is not None:
             is_resumed = request_id in output.scheduled_cached_reqs.resumed_req_ids
-            self._publications.step(tracked, n_scheduled, tuple(block_ids[0]), is_resumed)
+            publications.step(tracked, n_scheduled, tuple(block_ids[0]), is_resumed)
 
     def learn(self, report: Report) -> None:
         """What the worker has done."""
@@ -148,7 +153,8 @@ class SchedulerSide:
         for tracked in self._tracked.values() if report.failed_groups else ():
             publication = tracked.publication
             if publication is not None and publication.group in report.failed_groups:
-                tracked.fail_publication(report.failed_groups[publication.group])
+                assert isinstance(self._publications, Publications)
+                self._publications.failed(tracked, report.failed_groups[publication.group])
 
     def finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request is over: what it is answered, and whether its pages are still needed."""
@@ -189,8 +195,10 @@ def _learn_taken(tracked: Tracked, taken: Taken) -> None:
     """What became of a request's take; where it came to nothing, its pages are plain ones again."""
     request, claim = tracked.request, tracked.claim
     if taken.cause is not None or claim is None:
-        tracked.refuse(taken.cause or "failure", taken.reason)
+        tracked.refuse(taken.cause or "failure", taken.reason, taken)
         tracked.is_loading = False
+        if claim is not None and not claim.match.manifest.is_written:
+            tracked.try_again()
         if tracked.undo_salt is not None:
             tracked.undo_salt()
             tracked.undo_salt = None

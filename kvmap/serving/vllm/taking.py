@@ -92,30 +92,33 @@ class Taker:
         finally:
             job.map_seconds += time.perf_counter() - begun
             if job.taken is not None:
-                job.loading.give_up()
-                job.taken = replace(job.taken, map_seconds=job.map_seconds)
+                loading = job.loading
+                loading.give_up()
+                job.taken = replace(
+                    job.taken,
+                    load_seconds=loading.seconds,
+                    map_seconds=job.map_seconds,
+                    wait_seconds=loading.wait_seconds,
+                )
         return True
 
     def _fill(self, job: _Job) -> bool:
         is_ended = job.loading.is_ended
         arrived = job.loading.take()
-        filling = job.filling
+        filling, has_begun = job.filling, False
         if filling is None:
             filling = job.filling = Filling(self._parts, job.take, self._settings.chunk_tokens)
-            filling.begin()
+            has_begun = filling.begin()
         for part in arrived:
             filling.add(part)
         has_worked = filling.work()
         if is_ended and not filling.has_work:
             filling.check_full()
-            loading = job.loading
             job.taken = Taken(
                 None,
                 f"{filling.n_mapped} tokens mapped",
                 filling.n_mapped,
                 filling.n_head,
-                loading.n_bytes,
-                loading.seconds,
-                wait_seconds=loading.wait_seconds,
+                job.loading.n_bytes,
             )
-        return has_worked
+        return has_worked or has_begun

@@ -10,6 +10,7 @@ from typing import Any
 from kvmap.serving.asking import Asked
 from kvmap.serving.outcome import Outcome, Published, refused
 from kvmap.serving.vllm.claiming import Claim, Search
+from kvmap.serving.vllm.messages import Taken
 
 
 @dataclass(eq=False)
@@ -41,6 +42,7 @@ class Tracked:
         is_loading: pages are being filled, or were: mapped tokens lie in them.
         undo_salt: gives the request's pages their plain hashes back.
         outcome: of taking, once it is known.
+        tries_again: whether it may still be bettered.
         publication: under way.
         published: of publishing, once it is known.
     """
@@ -52,14 +54,35 @@ class Tracked:
     is_loading: bool = False
     undo_salt: Callable[[], None] | None = None
     outcome: Outcome | None = None
+    tries_again: bool = False
     publication: Publication | None = None
     published: Published | None = None
 
-    def refuse(self, cause: str, reason: object) -> None:
-        """Nothing is taken: the engine reads the whole prompt."""
-        n_prompt = self.request.num_prompt_tokens
-        self.outcome = refused(cause, reason, n_prompt=n_prompt, n_held_back=n_prompt)
+    @property
+    def is_searching(self) -> bool:
+        """Whether a cache may still be claimed."""
+        return not self.is_loading and (self.outcome is None or self.tries_again)
 
-    def fail_publication(self, why: str) -> None:
-        """The worker could not write it."""
-        self.publication, self.published = None, Published(0, reason=f"storage: {why}")
+    def try_again(self) -> None:
+        """A cache that was being written has come to nothing; one may lie there complete."""
+        assert self.search is not None
+        self.tries_again = not self.search.only_published
+        self.search.only_published = True
+
+    def refuse(self, cause: str, reason: object, taken: Taken | None = None) -> None:
+        """Nothing is taken: the engine reads the whole prompt.
+
+        Args:
+            cause: one of `kvmap.serving.outcome.CAUSES`.
+            reason: for people.
+            taken: what the worker says of the time that was spent.
+        """
+        if self.tries_again:  # the reason of the first try stands
+            self.tries_again = False
+            return
+        n_prompt = self.request.num_prompt_tokens
+        counts: dict[str, Any] = {"n_prompt": n_prompt, "n_held_back": n_prompt}
+        if taken is not None:
+            counts |= {"load_seconds": taken.load_seconds, "map_seconds": taken.map_seconds}
+            counts |= {"wait_seconds": taken.wait_seconds}
+        self.outcome = refused(cause, reason, **counts)

@@ -54,13 +54,8 @@ class WorkerSide:
         self._sent: set[str] = set()
         self._failed_groups: dict[str, str] = {}
 
-    def start_step(self, messages: Messages, is_idle: bool) -> None:
-        """Do what can be done before a forward, or between two.
-
-        Args:
-            messages: of the scheduler side.
-            is_idle: nothing is computed in this step.
-        """
+    def start_step(self, messages: Messages) -> None:
+        """Do what can be done beside a forward, or in place of one."""
         if not (messages.takes or messages.publishes or messages.dropped_groups or self._opened):
             return
         publisher, taker = self._parts()
@@ -74,21 +69,28 @@ class WorkerSide:
                         publisher.copy_layer(publish, layer)
                     publisher.finish(publish)
                 self._sent.add(publish.request_id)
-        self._take(messages, taker, is_idle)
+        self._take(messages, taker)
 
-    def _take(self, messages: Messages, taker: Taker | None, is_idle: bool) -> None:
+    def _take(self, messages: Messages, taker: Taker | None) -> None:
         if taker is None:
             opened = self._opened
             why = opened if isinstance(opened, Incompatible) else Incompatible("mapper_file", "no mapper")
             for take in messages.takes:
                 self._note(take, Taken(why.cause, str(why)))
             return
-        for take in messages.takes:
-            taker.start(take)
         for request_id in messages.given_up_takes:
             if taker.give_up(request_id) is not None:
                 self._received.add(request_id)
-        for done in taker.advance(_IDLE_WAIT_SECONDS if is_idle else 0.0):
+        if not messages.is_idle:
+            # a take of this step may begin with pages that this step computes: not before the next one
+            self._advance(taker, 0.0)
+        for take in messages.takes:
+            taker.start(take)
+        if messages.is_idle:
+            self._advance(taker, _IDLE_WAIT_SECONDS)
+
+    def _advance(self, taker: Taker, idle_seconds: float) -> None:
+        for done in taker.advance(idle_seconds):
             self._note(*done)
 
     def save_layer(self, messages: Messages, layer_name: str) -> None:
@@ -157,6 +159,10 @@ class WorkerSide:
                 self._opened = error
             except KvmapError as error:
                 self._opened = Incompatible("layout", str(error))
+            except Exception as error:
+                # whatever a backend lacks or memory does not hold, the engine goes on
+                _log.warning("kvmap's part of the worker", exc_info=True)
+                self._opened = Incompatible("layout", f"{type(error).__name__}: {error}")
             if isinstance(self._opened, Incompatible):
                 _log.warning("kvmap serves nothing in this engine: %s", self._opened)
         return self._opened if isinstance(self._opened, tuple) else (None, None)

@@ -189,6 +189,21 @@ def test_a_source_that_gives_up_ends_the_waiting(engine: Engine, pair: Pair, pro
     assert (answer.tokens, answer.cause) == (plain.tokens, "partial")
 
 
+def test_where_the_longer_one_comes_to_nothing_the_shorter_one_that_is_there_is_taken(
+    engine: Engine, pair: Pair, prompt: Prompt
+) -> None:
+    both(engine, prompt)
+    source = SlowSource(pair.storage, prompt)
+    n_first = source.publish_first_run()
+    (first,) = engine.run([prompt[: n_first + 1]], 1, TAKE)
+    engine.forget()
+    with source.writing(0.02, changed_at(7)):
+        (answer,) = engine.run([prompt], N, WAIT)
+    assert answer.is_applied
+    assert answer.record["n_mapped"] == first.record["n_mapped"]
+    assert answer.record["n_held_back"] == len(prompt) - n_first
+
+
 def test_a_request_that_is_aborted_on_the_way_gives_its_pages_back(
     engine: Engine, pair: Pair, prompt: Prompt
 ) -> None:

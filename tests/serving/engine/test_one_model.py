@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,6 +255,15 @@ def test_a_request_waits_for_a_cache_that_is_announced(twin: Twin) -> None:
     assert published.record["published"] == len(prompt)
     assert taken.tokens == published.tokens
     assert taken.is_applied or taken.cause == "too_short"
+
+
+def test_a_request_that_takes_and_publishes_does_not_wait_for_itself(twin: Twin) -> None:
+    (prompt,) = zoo_prompts(1, lengths=(200,), seed=782)
+    begun = time.monotonic()
+    asked = {**TAKE, "publish": True, "wait_seconds": 60.0}
+    (answer,) = twin.engine.run([prompt], 1, asked)
+    assert time.monotonic() - begun < 30
+    assert (answer.cause, answer.record["published"]) == ("not_found", len(prompt))
 
 
 def test_an_output_is_published_and_continued(twin: Twin) -> None:
