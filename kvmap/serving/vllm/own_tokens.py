@@ -48,7 +48,7 @@ def compute_own(parts: TargetParts, take: Take, block_ids: Tensor, first: int) -
         first: the first token that is mapped.
 
     Returns:
-        Keys and values of its native layers from token `take.n_own` on, which are in the pages too. Whether any
+        Keys and values of its native layers from token `take.n_own` on, which the pages have too. Whether any
         layer has run: first tokens may be known.
     """
     n_layers, start = parts.mapper.mapper.native_layers, take.n_own

@@ -58,15 +58,18 @@ class SlowSource:
             return
         self.publish()
 
-    def publish_first_run(self) -> int:
-        """As a cache of its own, of a prompt that begins so; returns its tokens."""
+    @contextmanager
+    def first_run_published(self) -> Iterator[int]:
+        """As a cache of its own, of a prompt that begins so; gives its tokens."""
         run = self.manifest.runs[0]
         ids = self.manifest.token_ids[: run.stop]
         first = replace(self.manifest, group=secrets.token_hex(16), token_ids=ids, runs=(run,))
         for name, data in self.data[: len(run.files)]:
             self.store.put_part(first.group, name, [data])
         self.store.put_manifest(first.key, manifest_text(first), group=first.group, n_bytes=first.n_bytes)
-        return run.stop
+        yield run.stop
+        (self.store.root / "published" / f"{first.key}.json").unlink()
+        self.store.drop_group(first.group)
 
     def publish(self) -> None:
         for name, data in self.data:

@@ -104,23 +104,22 @@ def test_more_than_is_there_is_waited_for_within_the_grace(
     """As in mid-conversation: earlier turns are published, and the source is about to read the new one."""
     mapped, _ = both(engine, prompt)
     source = SlowSource(pair.storage, prompt)
-    n_first = source.publish_first_run()
     source.path.unlink()
-    asked = [TAKE, {**WAIT, "grace_seconds": 0.1}]
-    for each in asked:
-        (answer,) = engine.run([prompt], N, each)
-        assert answer.record["n_mapped"] + answer.record["n_native_head"] == n_first
-        engine.forget()
 
     def announced_late() -> None:
         time.sleep(0.3)
         with source.writing():
             pass
 
-    thread = threading.Thread(target=announced_late)
-    thread.start()
-    (answer,) = engine.run([prompt], N, {**WAIT, "grace_seconds": 10.0})
-    thread.join()
+    with source.first_run_published() as n_first:
+        for asked in (TAKE, {**WAIT, "grace_seconds": 0.1}):
+            (answer,) = engine.run([prompt], N, asked)
+            assert answer.record["n_mapped"] + answer.record["n_native_head"] == n_first
+            engine.forget()
+        thread = threading.Thread(target=announced_late)
+        thread.start()
+        (answer,) = engine.run([prompt], N, {**WAIT, "grace_seconds": 10.0})
+        thread.join()
     assert answer.tokens == mapped.tokens
     assert answer.record["n_mapped"] == mapped.record["n_mapped"]
 
@@ -194,11 +193,11 @@ def test_where_the_longer_one_comes_to_nothing_the_shorter_one_that_is_there_is_
 ) -> None:
     both(engine, prompt)
     source = SlowSource(pair.storage, prompt)
-    n_first = source.publish_first_run()
-    (first,) = engine.run([prompt[: n_first + 1]], 1, TAKE)
-    engine.forget()
-    with source.writing(0.02, changed_at(7)):
-        (answer,) = engine.run([prompt], N, WAIT)
+    with source.first_run_published() as n_first:
+        (first,) = engine.run([prompt[: n_first + 1]], 1, TAKE)
+        engine.forget()
+        with source.writing(0.02, changed_at(7)):
+            (answer,) = engine.run([prompt], N, WAIT)
     assert answer.is_applied
     assert answer.record["n_mapped"] == first.record["n_mapped"]
     assert answer.record["n_held_back"] == len(prompt) - n_first
@@ -222,6 +221,10 @@ def test_a_request_that_is_aborted_on_the_way_gives_its_pages_back(
         core.abort_request([f"aborted-{number}" for number in range(3)])
         while core.has_unfinished_requests():
             core.step()
-    engine.forget()  # refused while pages are held
+    until = time.monotonic() + 10
+    # refused while pages are held; an idle engine learns that they are free when it is next asked something
+    while not engine.llm.reset_prefix_cache():
+        assert time.monotonic() < until, "pages are held"
+        time.sleep(0.1)
     (answer,) = engine.run([prompt], N, TAKE)
     assert answer.tokens == mapped.tokens
