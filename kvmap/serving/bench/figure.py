@@ -41,14 +41,15 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
                 continue
             own.sort(key=lambda row: int(row["n_tokens"]))
             times = [float(row["ttft_ms"]) / 1000 for row in own]
-            axis.plot(
-                [int(row["n_tokens"]) for row in own], times, style, color=colour, marker="o", label=label
-            )
+            lengths = [int(row["n_tokens"]) for row in own]
+            axis.plot(lengths, times, style, color=colour, marker="o", markersize=3, label=label)
         axis.set_title(f"{concurrency} at a time", fontsize=8)
         axis.set_xscale("log", base=2)
+        lengths = sorted({int(row["n_tokens"]) for row in rows})
+        axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axis.set_yscale("log")
         axis.set_xlabel("tokens of context")
     axes[0][0].set_ylabel("time to first token, seconds")
-    axes[0][0].legend(frameon=False, fontsize=6)
+    axes[0][0].legend(frameon=False, fontsize=6, handlelength=3)
     figure.savefig(file, dpi=200)
     plt.close(figure)
