@@ -79,6 +79,7 @@ def test_the_control_says_nothing_of_a_context(planned: Finished):
     assert planned.metric(f"preflight/held_out/{CONTROL}/r2_key") == pytest.approx(0, abs=0.05)
 
 
+@pytest.mark.slow
 def test_prompts_are_read_and_judged(run: Runner, evidence, tmp_path):
     lines = [{"context": f"{PROMPT} {number}"} for number in range(6)]
     file = tmp_path / "prompts.jsonl"

@@ -12,6 +12,7 @@ import pytest
 from tests.sweeps.conftest import Sweep, contents, records, summary, sweep_directories, top_k_of
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_started_again_only_adds(start: Sweep, tmp_path: Path) -> None:
     """A value inserted in the middle runs alone, though it shifts the numbers of the others."""
     study = tmp_path / "debug"

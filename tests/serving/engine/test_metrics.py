@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("prometheus_client")
+
 from prometheus_client import CollectorRegistry
 
 from kvmap.serving.outcome import Outcome, Published, refused
