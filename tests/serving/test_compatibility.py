@@ -55,6 +55,14 @@ def test_another_target_or_source_is_named(tmp_path: Path, part: str) -> None:
     assert caught.value.cause == "mismatch"
 
 
+def test_another_dtype_is_told_its_remedy(tmp_path: Path) -> None:
+    with pytest.raises(Incompatible, match="start this engine with --dtype float32"):
+        check_mapper(mapper(), facts(identity=replace(TARGET, dtype="bfloat16")))
+    manifest = publish(SharedFolder(tmp_path), range(40), source=replace(SOURCE, dtype="bfloat16"))
+    with pytest.raises(Incompatible, match="start the source with --dtype float32"):
+        check_published(manifest, mapper())
+
+
 def test_another_shape_is_named(tmp_path: Path) -> None:
     with pytest.raises(Incompatible, match="target shape"):
         check_mapper(mapper(), facts(shape=SHAPE[:2]))

@@ -69,6 +69,25 @@ def test_a_target_is_given_its_mapper_and_settings(
     assert command[command.index("--served-model-name") + 1] == "big"
 
 
+@pytest.mark.parametrize(
+    ("manifest", "more", "expected"),
+    [
+        ('{"target": {"dtype": "float32"}}', (), "float32"),
+        ('{"target": {"dtype": "float32"}}', ("--dtype", "bfloat16"), "bfloat16"),
+        ('{"target": {"dtype": "int3"}}', (), "auto"),
+        ('{"target": 3}', (), "auto"),
+        ("{", (), "auto"),
+    ],
+)
+def test_a_target_runs_in_the_dtype_of_its_mapper(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], manifest: str, more: tuple[str, ...], expected: str
+) -> None:
+    (tmp_path / "manifest.json").write_text(manifest)
+    arguments = ("--role", "target", "--model", "m", "--storage", "s", "--mapper", str(tmp_path), *more)
+    command = dry_run(capsys, *arguments)
+    assert command[command.index("--dtype") + 1] == expected
+
+
 def test_an_engine_without_statistics_tells_no_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
