@@ -123,7 +123,7 @@ def begun(form: str, n_own: int, chunk_tokens: int) -> tuple[Filling, list[Pages
         each.keys[:n_own] = own.keys[layer][0, :, :n_own].transpose(0, 1)
         each.values[:n_own] = own.values[layer][0, :, :n_own].transpose(0, 1)
     engine_mapper = EngineMapper(mapper, "strip", NATIVE_HEAD)
-    parts = TargetParts(facts, engine_mapper, pages, lambda: Native(own), KeptHeads())  # type: ignore[arg-type]
+    parts = TargetParts(facts, engine_mapper, pages, lambda: Native(own), KeptHeads())
     take = Take("r", manifest, ids[:STOP], n_own, (0,), 0.0)
     filling = Filling(parts, take, chunk_tokens)
     filling.begin()
