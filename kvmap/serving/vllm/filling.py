@@ -12,9 +12,10 @@ from torch import Tensor
 
 from kvmap.serving.compatibility import Incompatible, check_published, is_exact_copy
 from kvmap.serving.vllm.column_map import ColumnMap
+from kvmap.serving.vllm.heads import Layers
 from kvmap.serving.vllm.loading import Arrived
 from kvmap.serving.vllm.messages import Take
-from kvmap.serving.vllm.own_tokens import Layers, TargetParts, compute_own
+from kvmap.serving.vllm.own_tokens import TargetParts, compute_own
 from kvmap.serving.vllm.pages import write_columns
 
 

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from torch import Tensor
 
 Layers = list[tuple[Tensor, Tensor]]
+"""Of some layers keys and values, each (1, n_kv_heads, tokens, width)."""
 
 
 class KeptHeads:

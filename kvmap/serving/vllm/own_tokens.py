@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from kvmap.serving.compatibility import EngineFacts
-from kvmap.serving.vllm.heads import KeptHeads
+from kvmap.serving.vllm.heads import KeptHeads, Layers
 from kvmap.serving.vllm.mapper_files import EngineMapper
 from kvmap.serving.vllm.messages import Take
 from kvmap.serving.vllm.native import NativeLayers
 from kvmap.serving.vllm.pages import LayerPages, write_columns
-
-Layers = list[tuple[Tensor, Tensor]]
-"""Of some layers keys and values, each (1, n_kv_heads, tokens, width)."""
 
 
 @dataclass(frozen=True, eq=False)
